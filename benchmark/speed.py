@@ -1,0 +1,276 @@
+"""Steps per second of a script, where the time goes, and the ratio to a baseline, measured side by side.
+
+    python benchmark/speed.py ppo_procgen
+    python benchmark/speed.py ppo_procgen --against eager -- --num-envs 64 --num-steps 256 --minibatch-size 2048
+
+What follows `--` goes to the script. Every measurement is a process of its own that runs `--warmup` iterations, which are
+discarded, and `--iterations` iterations of the same work. With --against, script and baseline alternate A B A B, and the
+ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a single figure does not. Run it
+with nothing else running. CPU seconds are those of all threads; peak memory is the process's largest resident set.
+
+The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a padded
+max-pool, a whole minibatch in one forward and backward, no compilation.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(script: str):
+    spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Stopwatch:
+    """Wall and CPU seconds of every iteration, and seconds a phase."""
+
+    def __init__(self):
+        self.mark, self.rows = (time.perf_counter(), time.process_time()), []
+
+    def row(self, **phases):
+        now = (time.perf_counter(), time.process_time())
+        self.rows.append(dict(wall=now[0] - self.mark[0], cpu=now[1] - self.mark[1], **phases))
+        self.mark = now
+
+
+def measure_script(script, args) -> Stopwatch:
+    """Run the script's own `train`, with a stopwatch on its log line."""
+    watch, log = Stopwatch(), script.Run.log
+
+    def timed_log(run, step, metrics):
+        laps = {name.removeprefix("time/").removesuffix("_s"): seconds for name, seconds in run.laps.items()}
+        result = log(run, step, metrics)
+        watch.row(**laps)
+        return result
+
+    script.Run.log = timed_log
+    goes_on = script.Run.goes_on
+
+    def timed_goes_on(run, *rest):
+        if not watch.rows:
+            watch.mark = (time.perf_counter(), time.process_time())
+        return goes_on(run, *rest)
+
+    script.Run.goes_on = timed_goes_on
+    script.train(args)
+    return watch
+
+
+def eager_ppo_procgen(script, args) -> Stopwatch:
+    """PPO the common way: what `ppo_procgen.train` computes, without any of its care for speed."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.distributions import Categorical
+
+    class Block(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.conv0, self.conv1 = nn.Conv2d(c, c, 3, padding=1), nn.Conv2d(c, c, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv1(F.relu(self.conv0(F.relu(x)))) + x
+
+    def stage(a, b):
+        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.MaxPool2d(3, 2, padding=1), Block(b), Block(b))
+
+    class Net(nn.Module):
+        def __init__(self, shape, num_actions):
+            super().__init__()
+            widths = (shape[0], *args.channels)
+            self.stages = nn.Sequential(*(stage(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+            size = args.channels[2] * (1 if args.pool == "avg" else (shape[1] // 8) * (shape[2] // 8))
+            self.hidden, self.actor, self.critic = nn.Linear(size, 256), nn.Linear(256, num_actions), nn.Linear(256, 1)
+
+        def forward(self, x):
+            x = self.stages((x - 128) / 255)
+            x = F.relu(x.mean((2, 3)) if args.pool == "avg" else x.flatten(1))
+            x = F.relu(self.hidden(x))
+            return self.actor(x), self.critic(x).squeeze(-1)
+
+    device = script.choose_device(args)
+    torch.manual_seed(args.seed)
+    envs = script.make_envs(args, "training", args.num_envs)
+    T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
+    net = Net(shape, envs.single_action_space.n).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=script.lr_at(0, args.lr))
+    obs_rows = torch.zeros(T, N, *shape, device=device)
+    actions, logps, rewards, dones = (torch.zeros(T, N, device=device) for _ in range(4))
+    logits_rows, values = torch.zeros(T, N, envs.single_action_space.n, device=device), torch.zeros(T, N, device=device)
+    obs = torch.Tensor(envs.reset()[0].copy()).to(device)
+    watch = Stopwatch()
+    for _ in range(args.iterations):
+        phases, mark = dict(env=0.0, policy=0.0, learn=0.0), time.perf_counter()
+
+        def lap(phase, phases=phases):
+            nonlocal mark
+            now = time.perf_counter()
+            phases[phase], mark = phases[phase] + now - mark, now
+
+        for t in range(T):
+            obs_rows[t] = obs
+            with torch.no_grad():
+                logits_rows[t], values[t] = net(obs)
+                policy = Categorical(logits=logits_rows[t])
+                action = policy.sample()
+            actions[t], logps[t] = action, policy.log_prob(action)
+            action = action.cpu().numpy()
+            lap("policy")
+            obs, reward, terminated, _, _ = envs.step(action)
+            rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(terminated).to(device)
+            obs = torch.Tensor(obs.copy()).to(device)
+            lap("env")
+        with torch.no_grad():
+            next_value, trace, advantages = net(obs)[1], 0.0, torch.zeros_like(rewards)
+            for t in reversed(range(T)):
+                following = next_value if t == T - 1 else values[t + 1]
+                delta = rewards[t] + args.gamma * following * (1 - dones[t]) - values[t]
+                advantages[t] = trace = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
+            returns = advantages + values
+        lap("policy")
+        rows = [x.flatten(0, 1) for x in (obs_rows, actions, logps, logits_rows, values, advantages, returns)]
+        rows[5] = (rows[5] - rows[5].mean()) / (rows[5].std() + 1e-8)
+        order = np.random.permutation(T * N)
+        for _ in range(args.update_epochs):
+            np.random.shuffle(order)
+            for start in range(0, T * N - args.minibatch_size + 1, args.minibatch_size):
+                index = order[start : start + args.minibatch_size]
+                frames, action, logp, old_logits, old_value, advantage, target = (x[index] for x in rows)
+                logits, value = net(frames)
+                policy, old = Categorical(logits=logits), Categorical(logits=old_logits)
+                ratio = (policy.log_prob(action) - logp).exp()
+                surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
+                near = old_value + (value - old_value).clamp(-args.vf_clip, args.vf_clip)
+                value_loss = torch.max((value - target) ** 2, (near - target) ** 2).mean()
+                kl = torch.distributions.kl_divergence(old, policy).mean()
+                loss = -surrogate + args.vf_coef * value_loss - args.ent_coef * policy.entropy().mean()
+                loss = loss + args.kl_coef * kl
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
+                optimizer.step()
+                loss.item()
+        lap("learn")
+        watch.row(**phases)
+    envs.close()
+    return watch
+
+
+BASELINES = {"ppo_procgen": {"eager": eager_ppo_procgen}}
+
+
+def env_rate(script, args, steps: int = 200) -> float:
+    """Steps per second of the environments alone under random actions: the ceiling of any script."""
+    import numpy as np
+
+    envs, rng = script.make_envs(args, "training", args.num_envs), np.random.default_rng(0)
+    envs.reset()
+    actions = rng.integers(envs.single_action_space.n, size=(steps + 20, args.num_envs))
+    for action in actions[:20]:
+        envs.step(action)
+    start = time.perf_counter()
+    for action in actions[20:]:
+        envs.step(action)
+    rate = steps * args.num_envs / (time.perf_counter() - start)
+    envs.close()
+    return rate
+
+
+def child(name: str, variant: str, iterations: int, warmup: int, flags: list[str]) -> dict:
+    import tyro
+
+    script = load(name)
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0", "--total-timesteps", str(10**9)]
+        args = tyro.cli(script.Args, args=fixed + flags)
+        args.total_timesteps = (iterations + warmup) * args.batch_size
+        rate = env_rate(script, args)
+        if variant == "script":
+            watch = measure_script(script, args)
+        else:
+            watch = BASELINES[name][variant](script, args)
+    rows = watch.rows[warmup:]
+    steps = args.batch_size * len(rows)
+    result = {key: sum(row[key] for row in rows) / steps for key in rows[0]}  # seconds a step
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return dict(variant=variant, sps=1 / result.pop("wall"), peak_gib=peak, env_only_sps=rate, seconds_a_step=result)
+
+
+def hardware() -> str:
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "unknown CPU")
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {gpu}, torch {torch.__version__}"
+
+
+def show(result: dict):
+    seconds = result["seconds_a_step"]
+    phases = {key: value for key, value in seconds.items() if key != "cpu"}
+    split = ", ".join(f"{key} {100 * value * result['sps']:.1f} %" for key, value in phases.items())
+    print(
+        f"{result['variant']:8} {result['sps']:8,.0f} steps/s   {split}   CPU {1e3 * seconds['cpu']:.2f} ms/step   "
+        f"peak {result['peak_gib']:.2f} GiB   env alone {result['env_only_sps']:,.0f} steps/s",
+        flush=True,
+    )
+
+
+def main(argv=None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    flags = argv[argv.index("--") + 1 :] if "--" in argv else []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
+    parser.add_argument("--against", choices=["eager"], help="alternate with this baseline")
+    parser.add_argument("--pairs", type=int, default=2, help="measurements of each (A B A B = 2)")
+    parser.add_argument("--iterations", type=int, default=2, help="iterations measured in each process")
+    parser.add_argument("--warmup", type=int, default=1, help="iterations discarded before them")
+    parser.add_argument("--json", type=Path, help="write all figures to this file too")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
+    if options.child:
+        print(json.dumps(child(options.script, options.child, options.iterations, options.warmup, flags)))
+        return 0
+    print(f"{options.script} {' '.join(flags)}\n{hardware()}")
+    results = {"script": []} | ({options.against: []} if options.against else {})
+    for _ in range(options.pairs):
+        for variant, list_of_results in results.items():
+            command = [sys.executable, __file__, options.script, "--child", variant]
+            command += ["--iterations", str(options.iterations), "--warmup", str(options.warmup), "--", *flags]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(done.stderr or done.stdout, file=sys.stderr)
+                return 1
+            list_of_results.append(json.loads(done.stdout.splitlines()[-1]))
+            show(list_of_results[-1])
+    summary = dict(hardware=hardware(), flags=flags, results=results)
+    if options.against:
+        pairs = list(zip(results["script"], results[options.against], strict=True))
+        wall = [ours["sps"] / theirs["sps"] for ours, theirs in pairs]
+        cpu = [theirs["seconds_a_step"]["cpu"] / ours["seconds_a_step"]["cpu"] for ours, theirs in pairs]
+        for name, ratios in (("wall time", wall), ("CPU time", cpu)):
+            print(f"{options.against} / script, {name}: {statistics.median(ratios):.2f} ", end="")
+            print(f"({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)")
+        summary |= dict(wall_ratios=wall, cpu_ratios=cpu)
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,674 @@
+"""PPO on Procgen: the system of T. Tumiel's Procgen-competition entry (NeurIPS 2020, 8th place) in one file.
+
+    python ppo_procgen.py --env-id bigfish          # 8M steps, easy mode, unlimited levels
+
+PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438. Network: IMPALA, Espeholt et
+al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588. Results: README.md (none at 8M steps yet).
+Unlike a textbook PPO, as in the reference (RLlib 0.8, TensorFlow 1): an adaptive penalty on the exact KL beside the
+clipped ratio; advantages standardised once a rollout; fixed minibatches, re-ordered each epoch, the remainder unused;
+no gradient clipping; a piecewise-linear learning rate; frames t-3 and t as input; average pooling before a ReLU.
+Departures: the reference's batch of "at least 8,192 steps" came out as 9,600, so 9,600 it is; actions are drawn by a
+race of exponentials (the same law, other random numbers).
+"""
+
+import contextlib
+import copy
+import difflib
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+try:
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    import tyro
+    from gymnasium.vector import AutoresetMode
+    from torch import nn
+    from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"{error}: pip install -r requirements.txt")
+
+SCRIPT = "ppo_procgen"
+CORES = len(os.sched_getaffinity(0))
+# fmt: off
+RANGES = {  # return of a blind agent and the best one, easy then hard (constants.py of OpenAI's train-procgen)
+    "bigfish": (1, 40, 0, 40), "bossfight": (0.5, 13, 0.5, 13), "caveflyer": (3.5, 12, 2, 13.4),
+    "chaser": (0.5, 13, 0.5, 14.2), "climber": (2, 12.6, 1, 12.6), "coinrun": (5, 10, 5, 10),
+    "dodgeball": (1.5, 19, 1.5, 19), "fruitbot": (-1.5, 32.4, -0.5, 27.2), "heist": (3.5, 10, 2, 10),
+    "jumper": (1, 10, 1, 10), "leaper": (1.5, 10, 1.5, 10), "maze": (5, 10, 4, 10), "miner": (1.5, 13, 1.5, 20),
+    "ninja": (3.5, 10, 2, 10), "plunder": (4.5, 30, 3, 30), "starpilot": (2.5, 64, 1.5, 35),
+}
+MODES = {  # the games that have this mode; for another one Procgen's C++ would end the process
+    "exploration": ("caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"),
+    "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
+    "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
+}
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # which of the kept frames, oldest first, are shown
+TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/kl", "train/approx_kl", "train/clip_frac")
+COLUMNS = (
+    "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/level_complete",
+    "eval/return_train", "eval/return_test", *TERMS, "train/grad_norm", "train/kl_coef", "train/explained_variance",
+    "train/lr", "train/valid_frac", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
+)
+# fmt: on
+
+
+class UsageError(ValueError):
+    """What the user can mend: `main` prints one line and returns 2."""
+
+
+@dataclass
+class Args:
+    # process: these may differ when a run is resumed or evaluated
+    resume: str = ""  # run folder (or one of its checkpoints) to go on from, with its arguments
+    evaluate: str = ""  # run folder or checkpoint to play without training; writes eval.json beside it
+    device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    env_threads: int = 0  # threads that step the environments; 0 = the core count, at most 8
+    compile: bool = False  # torch.compile the network; off until measured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast; off until measured on a GPU
+    micro_batch: int = 0  # rows computed at once: same gradient, less memory; 0 = 64 on a CPU, all on a GPU
+    total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
+    checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
+    max_minutes: float = 0  # stop before the iteration that would pass this many minutes; 0 = never
+    eval_episodes: int = 100  # games a split at the end, rounded up to the same number an env; 0 = none
+    eval_every: int = 0  # agent steps between evaluations in training; 0 = none
+    greedy: bool = False  # evaluate with argmax instead of sampled actions
+    video: bool = False  # film the first game of each split of the final evaluation: video/*.mp4
+    track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
+    quiet: bool = False  # no progress bar and no line an iteration
+    # run
+    run_dir: str = "runs"  # folder of all runs
+    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
+    seed: int = 1  # weights, actions, minibatches, levels: equal CPU runs write equal metrics
+    # environment
+    env_id: str = "bigfish"  # one of the 16 Procgen games
+    distribution_mode: Literal["easy", "hard", "exploration", "memory", "extreme"] = "easy"  # difficulty
+    num_levels: int = 0  # training levels; 0 = unlimited
+    start_level: int = 0  # first training level
+    stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
+    num_envs: int = 48  # parallel environments
+    # optimisation
+    num_steps: int = 200  # rollout length an env
+    minibatch_size: int = 1024  # rows in one SGD step; what remains of a rollout is unused
+    update_epochs: int = 3  # passes over a rollout
+    lr: tuple[str, ...] = ("0:1e-4", "5e5:8e-4", "1e6:1e-4", "2e6:5e-4", "3e6:5e-5", "4e6:2e-4", "8e6:3e-5")
+    """learning rate: step:rate knots in agent steps, linear between them; or one number"""
+    adam_eps: float = 1e-8  # Adam's epsilon
+    max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
+    # algorithm
+    gamma: float = 0.99  # discount
+    gae_lambda: float = 0.9  # GAE's lambda
+    clip: float = 0.2  # clip range of the probability ratio
+    vf_clip: float = 30  # how far the value may move from the old one, in units of return
+    vf_coef: float = 0.5  # weight of the value term, which has no 1/2: the 0.5 of OpenAI and CleanRL is 0.25 here
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    kl_coef: float = 0.2  # first weight of KL(old || new), then adapted to --kl-target; 0 = no penalty
+    kl_target: float = 0.01  # KL an iteration, in nats
+    channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
+    pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
+
+    batch_size = property(lambda self: self.num_envs * self.num_steps)
+    iterations = property(lambda self: self.total_timesteps // self.batch_size)
+
+    def validate(self):
+        """Raise UsageError for what would train nothing or train on NaN."""
+        batch = self.batch_size
+        low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
+        high = dict(gamma=1, gae_lambda=1, num_levels=2**31 - 1, start_level=2**31 - 1, minibatch_size=batch)
+        for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
+            least, most = low.get(name, 0), high.get(name, 10**15)
+            if isinstance(value, int | float) and not least <= value <= most:
+                why = f"must be from {least} to {most}; an iteration is {batch} steps (--num-envs x --num-steps)"
+                raise UsageError(f"--{name.replace('_', '-')} {value}: {why}")
+        lr_at(0, self.lr)
+
+
+def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
+    """Procgen as args say; `split`, one of training, train and test (evaluation), decides levels and random stream."""
+    mode, levels = args.distribution_mode, dict(num_levels=args.num_levels, start_level=args.start_level)
+    if args.env_id not in RANGES:
+        close = difflib.get_close_matches(args.env_id, RANGES, 3, 0.4) or RANGES
+        raise UsageError(f"--env-id {args.env_id}: no Procgen game; did you mean {', '.join(close)}?")
+    if args.env_id not in MODES.get(mode, RANGES):
+        raise UsageError(f"--distribution-mode {mode}: {args.env_id} lacks it, only {', '.join(MODES[mode])} have it")
+    if mode == "exploration" and any(levels.values()):
+        raise UsageError("--num-levels, --start-level: exploration mode has one fixed level")
+    # A hash: neither neighbouring seeds nor training and evaluation share a random stream.
+    seed = np.random.SeedSequence([args.seed, ("training", "train", "test").index(split)]).generate_state(1)[0]
+    options = {} if mode == "exploration" or split == "test" else levels
+    options |= dict(env_name=args.env_id, distribution_mode=mode, rand_seed=int(seed >> 1))
+    return ProcgenEnvs(STACKS[args.stack], num=num_envs, num_threads=args.env_threads or min(CORES, 8), **options)
+
+
+class ProcgenEnvs(gym.vector.VectorEnv):
+    """OpenAI's Procgen as a VectorEnv with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
+
+    The observation of a step that ended a game is the next game's first, and fills its stack. There is no truncation: a
+    time-out sets `terminated`. `info`: prev_level_complete, prev_level_seed, level_seed, each (N,).
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, shown: tuple, **options):
+        with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a banner
+            from procgen import ProcgenGym3Env
+        self.env, self.shown, self.num_envs = ProcgenGym3Env(**options), shown, options["num"]
+        self.frames = [self.env.observe()[1]["rgb"]] * (shown[-1] + 1)  # oldest first, each (N, 64, 64, 3)
+        self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(15)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        """The present observation: Procgen is seeded when it is made and cannot cut a game short."""
+        return np.concatenate([self.frames[i] for i in self.shown], axis=-1).transpose(0, 3, 1, 2), {}
+
+    def step(self, actions):
+        self.env.act(actions)
+        reward, obs, first = self.env.observe()
+        self.frames = [*self.frames[1:], obs["rgb"]]
+        if first.any():
+            self.frames = [np.where(first[:, None, None, None], obs["rgb"], frame) for frame in self.frames]
+        infos = self.env.get_info()
+        info = {key: np.array([one[key] for one in infos]) for key in infos[0]}
+        return self.reset()[0], reward, first, np.zeros_like(first), info
+
+    def get_state(self) -> dict:
+        """Emulators and frames, for a checkpoint; `set_state` goes on from there bit for bit."""
+        games, frames = self.env.callmethod("get_state"), [torch.from_numpy(frame) for frame in self.frames]
+        return dict(games=games, frames=frames, sha256=hashlib.sha256(b"".join(games)).hexdigest())
+
+    def set_state(self, state: dict):
+        intact = hashlib.sha256(b"".join(state["games"])).hexdigest() == state["sha256"]
+        if not intact or len(state["games"]) != self.num_envs or len(state["frames"]) != len(self.frames):
+            raise UsageError("--resume: damaged environment states in the checkpoint")  # would end the process in C++
+        self.env.callmethod("set_state", state["games"])
+        self.frames = [frame.numpy() for frame in state["frames"]]
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class Agent(nn.Module):
+    """IMPALA CNN (fig. 3, right, without the LSTM): uint8 (B, C, H, W) -> logits (B, A) and value (B,), float32."""
+
+    def __init__(self, obs_shape, num_actions: int, channels=(32, 64, 64), pool: str = "avg"):
+        super().__init__()
+        self.pool, widths = pool, (obs_shape[0], *channels)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, channels, strict=False))
+        self.blocks = nn.ModuleList(nn.Sequential(ResidualBlock(c), ResidualBlock(c)) for c in channels)
+        self.hidden = nn.Linear(self.features(torch.zeros(1, *obs_shape)).shape[1], 256)
+        self.policy, self.value = nn.Linear(256, num_actions), nn.Linear(256, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):  # Keras' defaults, as in the reference
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        self.to(memory_format=torch.channels_last)
+
+    def features(self, x):
+        for conv, blocks in zip(self.convs, self.blocks, strict=True):
+            # ceil_mode without padding is TensorFlow's SAME pooling on even sizes, which pads at the end only.
+            x = blocks(F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True))
+        return F.relu(x.mean((2, 3)) if self.pool == "avg" else x.flatten(1))  # ReLU after the average
+
+    def forward(self, obs):
+        x = (obs.to(torch.float32, memory_format=torch.channels_last) - 128) / 255
+        x = F.relu(self.hidden(self.features(x)))
+        return self.policy(x).float(), self.value(x).squeeze(-1).float()
+
+
+def sample(logits, generator=None):
+    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: unlike multinomial it never waits."""
+    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1)
+
+
+def gae(reward, value, terminated, done, gamma: float, lam: float):
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
+
+    reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), the last row bootstraps.
+    A termination has no future value; any end (`done`) cuts the trace.
+    """
+    advantage, trace = torch.zeros_like(reward), torch.zeros_like(reward[0])
+    for t in reversed(range(len(reward))):
+        delta = reward[t] + gamma * value[t + 1] * (1 - terminated[t]) - value[t]
+        advantage[t] = trace = delta + gamma * lam * (1 - done[t]) * trace
+    return advantage
+
+
+def ppo_terms(logits, value, action, advantage, target, old_logits, old_value, clip: float, vf_clip: float):
+    """The six TERMS of each row, (6, B); logits are (B, A), the rest (B,), values and targets in units of return.
+
+    Negated clipped surrogate (PPO, eq. 7), larger of the plain and the clipped squared value error, entropy, exact
+    KL(old || new), its sampled estimate r - 1 - log r, and whether the ratio r is outside the clip range.
+    """
+    logp, old_logp = logits.log_softmax(-1), old_logits.log_softmax(-1)
+    log_ratio = (logp - old_logp).gather(-1, action[:, None]).squeeze(-1)
+    ratio = log_ratio.exp()
+    policy = -torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    near_old = old_value + (value - old_value).clamp(-vf_clip, vf_clip)
+    value_error = torch.max((value - target) ** 2, (near_old - target) ** 2)
+    entropy, kl = -(logp.exp() * logp).sum(-1), (old_logp.exp() * (old_logp - logp)).sum(-1)
+    return torch.stack([policy, value_error, entropy, kl, ratio - 1 - log_ratio, ((ratio - 1).abs() > clip).float()])
+
+
+def next_kl_coef(coef: float, kl: float, target: float) -> float:
+    """RLlib's rule: x 1.5 when the policy moved more than twice the target, x 0.5 when less than half."""
+    return coef * (1.5 if kl > 2 * target else 0.5 if kl < target / 2 else 1.0)
+
+
+def lr_at(step: int, knots) -> float:
+    """The learning rate at `step`: linear between "step:rate" knots, constant outside them; a bare rate is constant."""
+    try:
+        steps, rates = zip(*((float(x) for x in f"0:{knot}".split(":")[-2:]) for knot in knots), strict=True)
+    except ValueError:
+        steps, rates = (0,), (-1,)
+    if sorted(set(steps)) != list(steps) or not all(0 <= rate < 1e9 for rate in rates):
+        raise UsageError(f"--lr {' '.join(knots)}: must be step:rate pairs in order, such as 0:1e-4 1e6:5e-4")
+    return float(np.interp(step, steps, rates))
+
+
+def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
+    """Train (with args.evaluate: only play); returns the last metrics, "run" (the folder) and "eval" (the splits).
+
+    envs: any VectorEnv with uint8 (C, H, W) observations, discrete actions and a declared autoreset mode, next-step or
+    same-step; it is neither seeded, evaluated nor closed here. None = Procgen as args say. Raises UsageError, OSError
+    (disk), FloatingPointError (a loss that is not finite), KeyboardInterrupt and SystemExit (checkpoint written).
+    """
+    args.validate()
+    device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
+    torch.manual_seed(args.seed)
+    envs = make_envs(args, "training", args.num_envs) if own else envs
+    T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
+    autoreset = envs.metadata.get("autoreset_mode")
+    if envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+        raise UsageError(f"--num-envs {N}: got {envs.num_envs} envs, autoreset {autoreset} (next- or same-step needed)")
+    same_step = autoreset == AutoresetMode.SAME_STEP
+    agent = Agent(obs_shape, A, args.channels, args.pool).to(device)
+    network = torch.compile(agent) if args.compile else agent
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+    optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps)
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
+    num_minibatches = args.batch_size // args.minibatch_size
+
+    step, kl_coef, metrics, episodes, over, (obs, _) = 0, args.kl_coef, {}, Episodes(N), np.zeros(N, bool), envs.reset()
+    if saved:
+        step, kl_coef = saved["step"], saved["kl_coef"]
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
+            envs.set_state(saved["envs"])
+            obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
+        set_rng_state(saved["rng"])
+    if args.evaluate:
+        return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
+
+    def state():  # all that the next iteration depends on
+        now = dict(step=step, kl_coef=kl_coef, agent=agent.state_dict(), optimizer=optimizer.state_dict())
+        now |= dict(envs=envs.get_state() if hasattr(envs, "get_state") else None, episodes=episodes.state())
+        return copy.deepcopy(now | dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), rng=get_rng_state()))
+
+    @torch.no_grad()
+    def act(frames):
+        with autocast:
+            return network(torch.as_tensor(frames, device=device))
+
+    # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step autoreset
+    # the row after an end is no transition, its action is ignored: valid_t = not done_t, and the losses leave it out.
+    observations = torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device)
+    actions = torch.zeros(T, N, dtype=torch.int64, device=device)
+    all_logits, values = torch.zeros(T, N, A, device=device), torch.zeros(T + 1, N, device=device)
+    rewards, terminated, done, valid = (torch.zeros(T, N) for _ in range(4))
+
+    with Run(args, saved, agent, f"{device}, micro-batch {micro_batch}") as run:
+        while run.goes_on(step, state):
+            # Rollout
+            for t in range(T):
+                observations[t] = torch.from_numpy(obs)  # the one copy to the device
+                valid[t] = torch.from_numpy(~over | same_step)
+                all_logits[t], values[t] = act(observations[t])
+                actions[t] = sample(all_logits[t])
+                action = actions[t].cpu().numpy()
+                run.lap("policy")
+                obs, reward, ended, cut, info = envs.step(action)
+                run.games += episodes.step(reward, ended | cut, ~over | same_step, info)
+                over = ended | cut
+                rewards[t], terminated[t], done[t] = map(torch.from_numpy, (np.float32(reward), ended, over))
+                for i in np.flatnonzero(cut & ~ended & same_step):  # obs is the next game's: bootstrap here
+                    rewards[t, i] += args.gamma * act(info["final_obs"][i][None])[1].item()
+                    terminated[t, i] = 1
+                run.lap("env", N / 2)
+            values[T] = act(obs)[1]
+
+            # Targets
+            baseline, mask = values.cpu(), valid.bool()
+            advantages = gae(rewards, baseline, terminated, done, args.gamma, args.gae_lambda)
+            targets = advantages + baseline[:T]
+            unexplained, variance = advantages[mask].var().item(), targets[mask].var().item()
+            advantages = advantages - advantages[mask].mean()
+            advantages = advantages / advantages[mask].std(correction=0).clamp(min=1e-4)  # RLlib's floor
+            rows = (observations, actions, advantages, targets, all_logits, values[:T], valid)
+            rows = [x.to(device).flatten(0, 1) for x in rows]
+            run.lap("policy")
+
+            # Update: one permutation, cut into minibatches once, their order drawn anew each epoch
+            lr = optimizer.param_groups[0]["lr"] = lr_at(step, args.lr)
+            stats = torch.zeros(args.update_epochs, num_minibatches, len(TERMS) + 1, device=device)
+            minibatches = torch.randperm(args.batch_size, device=device).split(args.minibatch_size)
+            for epoch in range(args.update_epochs):
+                for m in torch.randperm(num_minibatches).tolist():
+                    count = rows[-1][minibatches[m]].sum().clamp(min=1)
+                    optimizer.zero_grad()
+                    for i in minibatches[m].split(micro_batch):
+                        frames, *old, is_valid = (x[i] for x in rows)
+                        with autocast:
+                            logits, value = network(frames)
+                        terms = ppo_terms(logits, value, *old, args.clip, args.vf_clip)
+                        terms = (terms * is_valid).sum(1) / count  # this piece's share of the minibatch's means
+                        loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2] + kl_coef * terms[3]
+                        loss.backward()
+                        stats[epoch, m, :-1] += terms.detach()
+                    stats[epoch, m, -1] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
+                    optimizer.step()
+                    run.lap("learn", args.batch_size / 2 / args.update_epochs / num_minibatches)
+            metrics = dict(zip((*TERMS, "train/grad_norm"), stats.mean((0, 1)).tolist(), strict=True))
+            for name, mean in metrics.items():
+                if not np.isfinite(mean):
+                    raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
+            metrics |= {"train/kl_coef": kl_coef, "train/lr": lr, "train/valid_frac": valid.mean().item()}
+            metrics["train/kl"] = stats[-1, :, TERMS.index("train/kl")].mean().item()  # of the last epoch, as in RLlib
+            kl_coef = next_kl_coef(kl_coef, metrics["train/kl"], args.kl_target)
+            step += args.batch_size
+            metrics["train/explained_variance"] = 1 - unexplained / variance if variance > 0 else None
+            run.lap("learn")
+            if own and args.eval_every and step % args.eval_every < args.batch_size:
+                for split, result in evaluate_splits(agent, args).items():
+                    metrics[f"eval/return_{split}"] = result["mean"]
+            metrics = run.log(step, metrics)
+        if own and args.eval_episodes and run.completed:
+            metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
+    return metrics | dict(step=step, run=str(run.folder))
+
+
+class Episodes:
+    """Running returns and lengths of whole games; rows that are no transition do not count."""
+
+    def __init__(self, num_envs: int, returns=0.0, lengths=0):
+        self.returns, self.lengths = np.full(num_envs, returns, np.float64), np.full(num_envs, lengths, np.int64)
+
+    def state(self) -> tuple:
+        return len(self.returns), self.returns.tolist(), self.lengths.tolist()
+
+    def step(self, reward, over, valid, info) -> list:
+        """Add a step of all envs, each (N,); returns the games it ended: (return, length, level complete, env)."""
+        self.returns += np.where(valid, reward, 0)
+        self.lengths += valid
+        complete, ended = info.get("prev_level_complete", np.full(len(over), np.nan)), np.flatnonzero(over)
+        games = [(float(self.returns[i]), int(self.lengths[i]), float(complete[i]), int(i)) for i in ended]
+        self.returns[over] = self.lengths[over] = 0
+        return games
+
+
+@torch.no_grad()
+def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: list | None = None) -> tuple[list, list]:
+    """Play `games` whole games in each env (the first to finish would favour short ones) -> returns, lengths.
+
+    Its random numbers are its own. film: gets the newest frame, (H, W, 3), of each step of the first env's first game.
+    """
+    device, episodes, (obs, _) = next(agent.parameters()).device, Episodes(envs.num_envs), envs.reset()
+    generator = torch.Generator(device).manual_seed(seed)
+    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    over, played, results = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs, int), []
+    while played.min() < games:
+        if film is not None and not played[0]:
+            film.append(obs[0, -3:].transpose(1, 2, 0))
+        logits, _ = agent(torch.from_numpy(obs).to(device))
+        action, valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
+        obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
+        over = ended | cut
+        for *result, _, env in episodes.step(reward, over, valid, info):
+            if played[env] < games:
+                results.append(result)
+                played[env] += 1
+    return tuple(map(list, zip(*results, strict=True)))
+
+
+def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
+    """Play at least args.eval_episodes games on each split; with `folder`, write its eval.json (and film) too."""
+    splits, mode, games = {}, args.distribution_mode, -(-args.eval_episodes // 64)
+    # With unlimited levels both splits would be one distribution; exploration mode has its training level only.
+    for name in ("train",) if mode == "exploration" else ("train", "test") if args.num_levels else ("test",):
+        envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
+        returns, lengths = evaluate(agent, envs, games, args.seed, args.greedy, film)
+        mean, stderr = float(np.mean(returns)), float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
+        scales = dict(easy=dict(procgen=0, competition=0), hard=dict(procgen=2)).get(mode, {})
+        ends = {scale: RANGES[args.env_id][i : i + 2] for scale, i in scales.items()}
+        score = {scale: (mean - blind) / (best - blind) for scale, (blind, best) in ends.items()}
+        splits[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=score)
+        if film:
+            import imageio.v3 as imageio
+
+            (folder / "video").mkdir(exist_ok=True)
+            large = np.stack(film).repeat(4, 1).repeat(4, 2)
+            imageio.imwrite(folder / "video" / f"{name}.mp4", large, plugin="pyav", fps=15, codec="libx264")
+        if folder:
+            print(f"{name}: return {mean:.2f} +- {stderr:.2f} (s.e., {len(returns)} games), normalized {score}")
+    if folder:
+        write_atomically(folder / "eval.json", json.dumps(header | dict(splits=splits), indent=1).encode())
+    return splits
+
+
+class Run(contextlib.AbstractContextManager):
+    """Plumbing, the same in all scripts: run folder, metrics, progress and checkpoints; nothing of the algorithm.
+
+    A checkpoint is the state at an iteration's start. `goes_on` keeps it in memory; it is written when due, at the end,
+    and when Ctrl-C or SIGTERM leaves the `with` block: the unfinished iteration is dropped and nothing else.
+    """
+
+    def __init__(self, args: Args, saved: dict | None, agent: nn.Module, hardware: str):
+        name = args.run_name or f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.args, self.folder = args, saved["path"].parent if saved else Path(args.run_dir, name)
+        self.first, self.best, self.recent = 0, -np.inf, []
+        if saved:
+            self.first, self.best, self.recent = saved["step"], saved["best"], saved["recent"]
+        self.total, self.games, self.written, self.laps = args.iterations * args.batch_size, [], -np.inf, {}
+        self.start = self.began = self.mark = time.perf_counter()
+        self.say = print if not args.quiet else lambda text: None
+        self.wandb = __import__("wandb") if args.track else None
+        cpu = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        gpu, git = torch.cuda.get_device_name() if torch.cuda.is_available() else None, None
+        with contextlib.suppress(OSError):
+            git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+            git = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        names = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror", "envpool", "tyro", "tensorboard")
+        versions = {dist.name: dist.version for dist in metadata.distributions() if dist.name in names}
+        config = dict(script=SCRIPT, args=asdict(args), git=git, versions=versions, cpu=cpu[:1], cores=CORES, gpu=gpu)
+        try:
+            if not saved and self.folder.exists() and any(self.folder.iterdir()):
+                raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
+            rows = (self.folder / "metrics.csv").read_text().splitlines()[1:] if saved else []
+            rows = [row for row in rows if row.count(",") == len(COLUMNS) - 1 and int(row.split(",")[0]) <= self.first]
+            write_atomically(self.folder / "metrics.csv", "\n".join([",".join(COLUMNS), *rows, ""]).encode())
+            self.csv = open(self.folder / "metrics.csv", "a")
+            options = dict(purge_step=self.first + 1 if saved else None, flush_secs=10**9)  # `log` flushes
+            self.tensorboard = SummaryWriter(self.folder, **options)
+            self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(args).items()))
+        except OSError as error:
+            raise UsageError(f"--run-dir: cannot write {self.folder}: {error.strerror}") from None
+        if self.wandb:
+            self.wandb.init(id=self.folder.name, dir=self.folder, resume="allow", config=asdict(args))
+        threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or min(CORES, 8)} env threads"
+        weights = sum(parameter.numel() for parameter in agent.parameters())
+        steps = f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from step {self.first:,}"
+        self.say(f"{SCRIPT} {args.env_id}: {hardware}, {threads}, {weights:,} weights\n{steps}; {self.folder}")
+        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=args.quiet or not sys.stderr.isatty())
+        self.bar = tqdm(total=self.total, initial=self.first, **bar)
+
+    def __exit__(self, kind, error, trace):
+        self.bar.close()
+        if isinstance(error, KeyboardInterrupt | SystemExit) and hasattr(self, "state"):
+            self.write("checkpoint.pt")
+            print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a full disk, which was reported before
+            self.csv.close()
+            self.tensorboard.close()
+
+    def goes_on(self, step: int, state) -> bool:
+        """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""
+        now, mean = time.perf_counter(), float(np.mean(self.recent)) if len(self.recent) >= 20 else -np.inf
+        better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
+        late = 0 < 60 * self.args.max_minutes < 2 * now - self.began - self.start and step > self.first
+        self.best = mean if better else self.best
+        header = dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
+        self.state = header | state()
+        if better:
+            self.write("best.pt")
+        if self.completed or late or now - self.written >= self.args.checkpoint_every:
+            self.write("checkpoint.pt")
+            self.written = now
+        if late or self.completed:
+            self.say(f"stopped at step {step:,} of {self.total:,}; to go on: --resume {self.folder}")
+        self.began = self.mark = now
+        return not (late or self.completed)
+
+    def write(self, name: str):
+        torch.save(self.state, file := io.BytesIO())
+        write_atomically(self.folder / name, file.getbuffer())
+
+    def lap(self, phase: str, steps: float = 0):
+        """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`."""
+        now, name = time.perf_counter(), f"time/{phase}_s"
+        self.laps[name], self.mark = self.laps.get(name, 0.0) + now - self.mark, now
+        self.bar.update(steps)
+
+    def log(self, step: int, metrics: dict) -> dict:
+        """Add what every script logs and write one row; what is missing or None is an empty cell."""
+        games = np.mean(self.games, axis=0).tolist() if self.games else ()
+        metrics |= self.laps | dict(
+            zip(("episode/return", "episode/length", "episode/level_complete"), games, strict=False)
+        )
+        metrics |= {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
+        metrics["time/sps"] = self.args.batch_size / (time.perf_counter() - self.began)
+        self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
+        row = {name: metrics[name] for name in COLUMNS if metrics.get(name) not in (None, np.nan)}
+        cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
+        self.csv.write(",".join(cells) + "\n")
+        self.csv.flush()
+        for name, value in row.items():
+            self.tensorboard.add_scalar(name, value, step)
+        self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.log(row, step=step)
+        score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
+        self.bar.set_postfix_str(f"return {score:.5}")
+        if self.bar.disable:
+            self.say(f"step {step:,}  return {score:.5}  {row['time/sps']:,.0f} steps/s  {left:.0f} min left")
+        return row
+
+
+def choose_device(args: Args) -> torch.device:
+    """args.device, tried out; also sets the thread count of PyTorch."""
+    try:
+        device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {args.device}: {reason}; it is auto, cpu, cuda or cuda:N") from None
+    torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
+    return device
+
+
+def get_rng_state() -> tuple:
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate(), (name, keys.tolist(), *rest)
+
+
+def set_rng_state(state: tuple):
+    torch.set_rng_state(state[0])
+    torch.cuda.set_rng_state_all(state[1][: torch.cuda.device_count()])
+    random.setstate(state[2])
+    np.random.set_state(state[3])
+
+
+def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
+    """What args resume or evaluate, with its "path"; strict: refuse args that contradict it. None = a new run."""
+    path = Path(args.resume or args.evaluate)
+    if not (args.resume or args.evaluate):
+        return None
+    try:
+        path = path / "checkpoint.pt" if path.is_dir() else path
+        saved = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: a hostile file runs no code
+        script, before = saved["script"], saved["args"]
+    except Exception as error:  # a damaged or foreign file raises nearly anything
+        raise UsageError(f"{path}: no readable checkpoint ({type(error).__name__}); is there a best.pt?") from None
+    if script != SCRIPT or before.keys() != vars(args).keys():
+        raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
+    fixed = list(before)[list(before).index("run_dir") :] if strict else ()
+    for name, old, new in ((name, before[name], getattr(args, name)) for name in fixed):
+        if new != old:
+            raise UsageError(f"--{name.replace('_', '-')} {new}: the run has {old}; only a new run can change it")
+    return saved | dict(path=path)
+
+
+def write_atomically(path: Path, data):
+    """Write beside it and rename: at any moment `path` is whole, the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def main(argv=None) -> int:
+    """The command line: 0 done, 2 bad usage, 1 failure, 130 after Ctrl-C, 143 after SIGTERM."""
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\nPPO:")[0])
+        if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
+            before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
+            args = tyro.cli(Args, args=argv, default=Args(**before))
+        if args.resume and saved["step"] >= args.iterations * args.batch_size:
+            print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
+        else:
+            train(args)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as stop:
+        return stop.code
+    except (UsageError, ImportError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
+        mend = ": pip install -r requirements.txt" if isinstance(error, ImportError) else ""
+        print(f"{SCRIPT}.py: {error}{mend}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | ImportError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
