@@ -41,7 +41,8 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    sys.exit(f"{error}: pip install -r requirements.txt")
+    print(f"{error}: pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 SCRIPT = "ppo_procgen"
 CORES = len(os.sched_getaffinity(0))
@@ -136,6 +137,10 @@ class Args:
             if isinstance(value, int | float) and not least <= value <= most:
                 why = f"must be from {least} to {most}; an iteration is {batch} steps (--num-envs x --num-steps)"
                 raise UsageError(f"--{name.replace('_', '-')} {value}: {why}")
+        if self.resume and self.evaluate:
+            raise UsageError("--resume, --evaluate: one of the two")
+        if (self.evaluate or self.eval_every) and not self.eval_episodes:
+            raise UsageError("--eval-episodes 0: --evaluate and --eval-every need some")
         lr_at(0, self.lr)
 
 
@@ -169,22 +174,26 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a banner
             from procgen import ProcgenGym3Env
         self.env, self.shown, self.num_envs = ProcgenGym3Env(**options), shown, options["num"]
-        self.frames = [self.env.observe()[1]["rgb"]] * (shown[-1] + 1)  # oldest first, each (N, 64, 64, 3)
+        self.frames = [self.newest()[1]] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
 
+    def newest(self):
+        reward, obs, first = self.env.observe()
+        return reward, np.ascontiguousarray(obs["rgb"].transpose(0, 3, 1, 2)), first
+
     def reset(self, *, seed=None, options=None):
         """The present observation: Procgen is seeded when it is made and cannot cut a game short."""
-        return np.concatenate([self.frames[i] for i in self.shown], axis=-1).transpose(0, 3, 1, 2), {}
+        return np.concatenate([self.frames[i] for i in self.shown], axis=1), {}
 
     def step(self, actions):
         self.env.act(actions)
-        reward, obs, first = self.env.observe()
-        self.frames = [*self.frames[1:], obs["rgb"]]
+        reward, frame, first = self.newest()
+        self.frames = [*self.frames[1:], frame]
         if first.any():
-            self.frames = [np.where(first[:, None, None, None], obs["rgb"], frame) for frame in self.frames]
+            self.frames = [np.where(first[:, None, None, None], frame, old) for old in self.frames]
         infos = self.env.get_info()
         info = {key: np.array([one[key] for one in infos]) for key in infos[0]}
         return self.reset()[0], reward, first, np.zeros_like(first), info
@@ -303,7 +312,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     autoreset = envs.metadata.get("autoreset_mode")
     if envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
-        raise UsageError(f"--num-envs {N}: got {envs.num_envs} envs, autoreset {autoreset} (next- or same-step needed)")
+        raise UsageError(f"--num-envs {N}: given {envs.num_envs} envs with autoreset {autoreset}")
     same_step = autoreset == AutoresetMode.SAME_STEP
     agent = Agent(obs_shape, A, args.channels, args.pool).to(device)
     network = torch.compile(agent) if args.compile else agent
@@ -334,8 +343,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         with autocast:
             return network(torch.as_tensor(frames, device=device))
 
-    # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step autoreset
-    # the row after an end is no transition, its action is ignored: valid_t = not done_t, and the losses leave it out.
+    # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
+    # autoreset the row after an end is no transition, its action is ignored: valid_t = not done_t masks the losses.
     observations = torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device)
     actions = torch.zeros(T, N, dtype=torch.int64, device=device)
     all_logits, values = torch.zeros(T, N, A, device=device), torch.zeros(T + 1, N, device=device)
@@ -550,7 +559,9 @@ class Run(contextlib.AbstractContextManager):
             self.write("checkpoint.pt")
             self.written = now
         if late or self.completed:
-            self.say(f"stopped at step {step:,} of {self.total:,}; to go on: --resume {self.folder}")
+            self.say(
+                f"{'finished' if self.completed else 'out of time'} at step {step:,} of {self.total:,}: {self.folder}"
+            )
         self.began = self.mark = now
         return not (late or self.completed)
 
@@ -567,13 +578,11 @@ class Run(contextlib.AbstractContextManager):
     def log(self, step: int, metrics: dict) -> dict:
         """Add what every script logs and write one row; what is missing or None is an empty cell."""
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
-        metrics |= self.laps | dict(
-            zip(("episode/return", "episode/length", "episode/level_complete"), games, strict=False)
-        )
+        metrics |= self.laps | dict(zip(COLUMNS[3:6], games, strict=False))
         metrics |= {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
         metrics["time/sps"] = self.args.batch_size / (time.perf_counter() - self.began)
         self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
-        row = {name: metrics[name] for name in COLUMNS if metrics.get(name) not in (None, np.nan)}
+        row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
         cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
         self.csv.write(",".join(cells) + "\n")
         self.csv.flush()
@@ -621,10 +630,10 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
         saved = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: a hostile file runs no code
-        script, before = saved["script"], saved["args"]
+        script, before, known = saved["script"], saved["args"], saved["args"].keys() == vars(args).keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"{path}: no readable checkpoint ({type(error).__name__}); is there a best.pt?") from None
-    if script != SCRIPT or before.keys() != vars(args).keys():
+    if script != SCRIPT or not known:
         raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
     fixed = list(before)[list(before).index("run_dir") :] if strict else ()
     for name, old, new in ((name, before[name], getattr(args, name)) for name in fixed):
@@ -665,7 +674,7 @@ def main(argv=None) -> int:
     except SystemExit as stop:
         return stop.code
     except (UsageError, ImportError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        mend = ": pip install -r requirements.txt" if isinstance(error, ImportError) else ""
+        mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
         print(f"{SCRIPT}.py: {error}{mend}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | ImportError) else 1
 

@@ -3,13 +3,13 @@
     python benchmark/speed.py ppo_procgen
     python benchmark/speed.py ppo_procgen --against eager -- --num-envs 64 --num-steps 256 --minibatch-size 2048
 
-What follows `--` goes to the script. Every measurement is a process of its own that runs `--warmup` iterations, which are
-discarded, and `--iterations` iterations of the same work. With --against, script and baseline alternate A B A B, and the
-ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a single figure does not. Run it
-with nothing else running. CPU seconds are those of all threads; peak memory is the process's largest resident set.
+What follows `--` goes to the script. Every measurement is a process of its own: `--warmup` iterations, which are
+discarded, then `--iterations` of the same work. With --against, script and baseline alternate A B A B, and
+the ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a single figure does not.
+Run it with nothing else running. CPU seconds are those of all threads; peak memory is the largest resident set.
 
-The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a padded
-max-pool, a whole minibatch in one forward and backward, no compilation.
+The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a
+padded max-pool, a whole minibatch in one forward and backward, no compilation.
 """
 
 import argparse

@@ -1,0 +1,121 @@
+"""What all tests share: a fake vector env that can falsify a training loop."""
+
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        slow = pytest.mark.skip(reason="takes minutes: run with --slow")
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(slow)
+
+
+class FakeVecEnv(gym.vector.VectorEnv):
+    """A scripted vector env with EnvPool's or Procgen's autoreset and nothing random in it.
+
+    episodes: for each env a list of (rewards, end), played in turn for ever; end is "terminated", "truncated" or
+    "life" (a lost life: `terminated` is set, info["terminated"] is not). A frame shows env, episode and step in its
+    first three pixels. With next-step autoreset the step after an end ignores its action, pays `dummy_reward` (a real
+    env: 0) and shows the next episode's first frame; with same-step the end's step shows it, and "final_obs" the last.
+    learn: pay 1 where the action equals the frame's fourth pixel, else 0, in place of the scripted rewards.
+    """
+
+    def __init__(self, episodes, autoreset=NEXT_STEP, num_actions=4, shape=(3, 16, 16), learn=False, dummy_reward=0.0):
+        self.num_envs, self.episodes, self.learn, self.dummy_reward = len(episodes), episodes, learn, dummy_reward
+        self.metadata = {"autoreset_mode": autoreset}
+        self.same_step, self.shape, self.num_actions = autoreset == SAME_STEP, shape, num_actions
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.single_action_space = gym.spaces.Discrete(num_actions)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
+        self.episode, self.t = np.zeros(self.num_envs, int), np.zeros(self.num_envs, int)
+        self.over, self.lives = np.zeros(self.num_envs, bool), np.full(self.num_envs, 3)
+        self.actions, self.seen, self.log = (
+            [],
+            [],
+            [],
+        )  # actions received, frames shown, (reward, ended, cut, over before)
+
+    def frame(self, env):
+        frame = np.zeros(self.shape, np.uint8)
+        frame[:, 0, :3] = env, self.episode[env] % 256, self.t[env]
+        if self.learn:  # the whole frame tells the rewarded action, which a network can see through any pooling
+            frame[:] = self.target(env) * (255 // self.num_actions)
+            frame[:, 0, 3] = self.target(env)
+        return frame
+
+    def target(self, env):
+        return (7 * env + 3 * self.episode[env] + self.t[env] * self.t[env]) % self.num_actions
+
+    def frames(self):
+        self.seen.append(np.stack([self.frame(env) for env in range(self.num_envs)]))
+        return self.seen[-1].copy()
+
+    def reset(self, *, seed=None, options=None):
+        return self.frames(), {}
+
+    def step(self, actions):
+        assert isinstance(actions, np.ndarray) and actions.shape == (self.num_envs,) and actions.dtype.kind == "i"
+        assert (0 <= actions).all() and (actions < self.num_actions).all()
+        self.actions.append(actions.copy())
+        reward, ended, cut = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
+        game_over, final = np.zeros(self.num_envs, np.int32), np.full(self.num_envs, None, object)
+        before = self.over.copy()
+        for env in range(self.num_envs):
+            if self.over[env]:  # next-step autoreset: the dummy row
+                self.begin(env)
+                reward[env] = self.dummy_reward
+                continue
+            rewards, end = self.episodes[env][self.episode[env] % len(self.episodes[env])]
+            right = float(actions[env] == self.target(env))
+            reward[env] = right if self.learn else rewards[self.t[env]]
+            self.t[env] += 1
+            if self.t[env] == len(rewards):
+                ended[env], cut[env], self.over[env] = end != "truncated", end == "truncated", True
+                game_over[env] = end == "terminated"
+                final[env] = self.frame(env)
+                if self.same_step:
+                    self.begin(env)
+        info = dict(reward=reward.copy(), terminated=game_over, lives=self.lives.astype(np.int32))
+        info |= dict(elapsed_step=self.t.astype(np.int32), env_id=np.arange(self.num_envs, dtype=np.int32))
+        if self.same_step:
+            info |= dict(final_obs=final, _final_obs=ended | cut)
+            info |= dict(prev_level_complete=np.int32(ended & (reward > 0)), level_seed=np.int32(self.episode))
+        self.log.append((reward.copy(), ended.copy(), cut.copy(), before))
+        return self.frames(), reward, ended, cut, info
+
+    def begin(self, env):
+        self.episode[env] += 1
+        self.t[env], self.over[env] = 0, False
+
+
+def random_episodes(num_envs, seed=0, count=6, ends=("terminated", "truncated"), longest=7):
+    rng = np.random.default_rng(seed)
+    return [
+        [(rng.normal(size=rng.integers(1, longest)).astype(np.float32), str(rng.choice(ends))) for _ in range(count)]
+        for _ in range(num_envs)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny networks are fastest on one thread, and tests must not depend on the core count."""
+    import torch
+
+    torch.set_num_threads(1)

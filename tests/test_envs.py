@@ -1,0 +1,169 @@
+"""The fake env and the real ones obey the same contract, so that what is tested on the fake holds on the real."""
+
+import json
+import subprocess
+import sys
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
+
+import ppo_procgen
+
+
+class EnvPoolVec(gym.vector.VectorEnv):
+    """EnvPool behind the VectorEnv interface."""
+
+    metadata = {"autoreset_mode": NEXT_STEP}
+
+    def __init__(self, env_id, num_envs, **options):
+        import envpool
+
+        self.env = envpool.make(env_id, env_type="gymnasium", num_envs=num_envs, seed=3, **options)
+        self.num_envs, self.single_action_space = num_envs, self.env.action_space
+        self.single_observation_space = self.env.observation_space
+
+    def reset(self, *, seed=None, options=None):
+        return self.env.reset()
+
+    def step(self, actions):
+        return self.env.step(actions.astype(np.int32))
+
+
+def procgen(env_id="bigfish", num_envs=4, split="training", **changes):
+    return ppo_procgen.make_envs(ppo_procgen.Args(env_id=env_id, **changes), split, num_envs)
+
+
+MAKERS = {
+    "fake next-step": lambda: FakeVecEnv(random_episodes(4), NEXT_STEP),
+    "fake same-step": lambda: FakeVecEnv(random_episodes(4), SAME_STEP),
+    "envpool": lambda: EnvPoolVec("Breakout-v5", 4, max_episode_steps=60, episodic_life=True),
+    "procgen": lambda: procgen("leaper"),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_env_contract(maker):
+    envs, rng = MAKERS[maker](), np.random.default_rng(0)
+    n, shape, num_actions = envs.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
+    obs, _ = envs.reset()
+    assert obs.shape == (n, *shape) and obs.dtype == np.uint8 and len(shape) == 3
+    next_step = envs.metadata["autoreset_mode"] == NEXT_STEP
+    ends, over = 0, np.zeros(n, bool)
+    for _ in range(600):
+        obs, reward, ended, cut, info = envs.step(rng.integers(num_actions, size=n))
+        assert obs.shape == (n, *shape) and obs.dtype == np.uint8
+        assert reward.dtype == np.float32 and reward.shape == (n,)
+        assert ended.dtype == cut.dtype == np.bool_ and isinstance(info, dict)
+        if next_step:  # the step after an end pays nothing and ends nothing: it is the reset
+            assert not reward[over].any() and not (ended | cut)[over].any()
+        over = ended | cut
+        ends += over.sum()
+        if "elapsed_step" in info and next_step:
+            assert info["elapsed_step"].dtype == info["lives"].dtype == info["terminated"].dtype == np.int32
+    assert ends >= 8
+
+
+def test_life_loss_wasted_row():
+    """EnvPool's dummy row follows a lost life too, where elapsed_step does not go back to 0."""
+    envs, losses = EnvPoolVec("Breakout-v5", 2, episodic_life=True), 0
+    envs.reset()
+    over = np.zeros(2, bool)
+    for step in range(400):
+        _, reward, ended, cut, info = envs.step(np.full(2, 1 + step % 3))
+        for env in np.flatnonzero(over):
+            losses += not info["terminated"][env] and info["elapsed_step"][env] > 0
+            assert reward[env] == 0 and not ended[env]
+        over = ended | cut
+    assert losses > 0
+
+
+def test_procgen_stack_and_reset():
+    """The gap stack shows frames t-3 and t; an end fills it with the new game's first frame."""
+    single, gap, full = procgen(stack="none"), procgen(stack="gap"), procgen(stack="full")
+    assert gap.single_observation_space.shape == (6, 64, 64) and full.single_observation_space.shape == (12, 64, 64)
+    history = [single.reset()[0]] * 4
+    assert (gap.reset()[0] == np.concatenate([history[0]] * 2, 1)).all()
+    rng, ends = np.random.default_rng(1), 0
+    for _ in range(300):
+        action = rng.integers(15, size=4)
+        frame, _, first, _, _ = single.step(action)
+        history = [*history[1:], frame]
+        history = [np.where(first[:, None, None, None], frame, old) for old in history]
+        ends += first.sum()
+        assert (gap.step(action)[0] == np.concatenate([history[0], history[3]], 1)).all()
+        assert (full.step(action)[0] == np.concatenate(history, 1)).all()
+    assert ends > 3
+
+
+def test_procgen_state_round_trip():
+    """A restored env goes on bit for bit; damaged states are refused before Procgen's C++ sees them."""
+    rng = np.random.default_rng(2)
+    envs = procgen("coinrun")
+    for _ in range(50):
+        envs.step(rng.integers(15, size=4))
+    state, actions = envs.get_state(), rng.integers(15, size=(200, 4))
+    one = [envs.step(action) for action in actions]
+    other = procgen("coinrun", seed=99)
+    other.set_state(state)
+    two = [other.step(action) for action in actions]
+    for (obs1, reward1, ended1, _, info1), (obs2, reward2, ended2, _, info2) in zip(one, two, strict=True):
+        assert (obs1 == obs2).all() and (reward1 == reward2).all() and (ended1 == ended2).all()
+        assert all((info1[key] == info2[key]).all() for key in info1)
+    assert any(step[2].any() for step in one)
+    damaged = state | {"games": [state["games"][0][:-8] + b"12345678", *state["games"][1:]]}
+    for broken in (damaged, state | {"games": state["games"][:3]}, state | {"frames": state["frames"][:1]}):
+        with pytest.raises(ppo_procgen.UsageError, match="damaged"):
+            other.set_state(broken)
+
+
+def level_seeds(envs, steps=400):
+    rng, seeds = np.random.default_rng(0), set()
+    for _ in range(steps):
+        seeds |= set(envs.step(rng.integers(15, size=envs.num_envs))[4]["level_seed"].tolist())
+    return seeds
+
+
+def test_level_seeds_in_range():
+    args = dict(num_levels=3, start_level=100)
+    assert level_seeds(procgen("leaper", **args)) == {100, 101, 102}
+    assert level_seeds(procgen("leaper", split="train", **args)) == {100, 101, 102}
+    test = level_seeds(procgen("leaper", split="test", **args))
+    assert len(test) > 8 and not test & {100, 101, 102}
+
+
+def test_seed_streams_disjoint():
+    """Runs of neighbouring seeds, and training and evaluation of one run, play other levels; equal seeds the same."""
+    streams = [
+        level_seeds(procgen("leaper", seed=seed, split=split)) for seed in (1, 2, 3) for split in ("training", "test")
+    ]
+    assert len(set.union(*streams)) == sum(map(len, streams)) > 50
+    assert level_seeds(procgen("leaper", seed=1)) == streams[0]
+
+
+@pytest.mark.slow
+def test_modes_are_procgens():
+    """MODES lists exactly the games for which Procgen has the mode (another one ends the process)."""
+    code = "import json,sys; from procgen import ProcgenGym3Env as E; e = E(num=1, env_name=sys.argv[1], "
+    code += "distribution_mode=sys.argv[2], num_threads=0); e.observe()"
+    for mode, games in (
+        ppo_procgen.MODES | {"easy": tuple(ppo_procgen.RANGES), "hard": tuple(ppo_procgen.RANGES)}
+    ).items():
+        for game in ppo_procgen.RANGES:
+            done = subprocess.run([sys.executable, "-c", code, game, mode], capture_output=True)
+            assert (done.returncode == 0) == (game in games), (game, mode)
+
+
+def test_import_has_no_side_effects_and_needs_no_environment_package():
+    code = """
+import sys, json
+sys.modules["procgen"] = sys.modules["envpool"] = sys.modules["gym"] = None
+import random, numpy, torch
+before = random.getstate(), torch.get_rng_state().tolist(), torch.get_num_threads()
+from ppo_procgen import Args, train, evaluate, gae
+assert before == (random.getstate(), torch.get_rng_state().tolist(), torch.get_num_threads())
+print(json.dumps(True))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and json.loads(done.stdout) is True, done.stderr

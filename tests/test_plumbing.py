@@ -1,0 +1,599 @@
+"""What every script promises around its algorithm: command line, files, checkpoints, resuming, stopping, bad input."""
+
+import csv
+import importlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
+
+SCRIPTS = ["ppo_procgen"]
+TINY = {  # a real run of a second or two
+    "ppo_procgen": "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4 "
+    "--eval-episodes 2 --quiet"
+}
+ITERATION = {"ppo_procgen": 64}
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request, tmp_path, monkeypatch):
+    """A script's module in an empty folder, with `run(...)`: main on the tiny settings plus these flags."""
+    module = importlib.import_module(request.param)
+    monkeypatch.chdir(tmp_path)
+    defaults = TINY[request.param].split()
+
+    def run(*flags, tiny=True):
+        return module.main([*(defaults if tiny else []), *map(str, flags)])
+
+    return types.SimpleNamespace(
+        name=request.param, module=module, run=run, steps=ITERATION[request.param], path=tmp_path
+    )
+
+
+def rows(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def timeless(folder):
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(folder)]
+
+
+def same(a, b):
+    """Bit-equality of two checkpoints, nested."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def load(folder, name="checkpoint.pt"):
+    return torch.load(folder / name, weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------------------ files of a run
+
+
+def test_files_of_a_run(script, capfd):
+    """Every file of the contract, and what is in it; nothing on stderr, gym's banner neither."""
+    flags = ("--total-timesteps", 5 * script.steps + 7, "--eval-every", 2 * script.steps, "--num-levels", 3, "--video")
+    assert script.run(*flags, "--run-name", "a", "--checkpoint-every", 0) == 0
+    folder = script.path / "runs" / "a"
+    assert not capfd.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    assert config["script"] == script.name and config["args"]["num_levels"] == 3 and config["cores"] >= 1
+    assert {"git", "cpu", "gpu", "versions"} <= config.keys() and config["versions"]["torch"]
+    table = rows(folder)
+    assert tuple(table[0]) == script.module.COLUMNS and [row["iteration"] for row in table] == list("12345")
+    assert table[-1]["step"] == str(5 * script.steps)  # the total is floored to whole iterations
+    assert [bool(row["eval/return_test"]) for row in table] == [False, True, False, True, False]
+    assert "nan" not in (folder / "metrics.csv").read_text()
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+    result = json.loads((folder / "eval.json").read_text())
+    assert result["checkpoint"] == "checkpoint.pt" and result["step"] == 5 * script.steps
+    assert list(result["splits"]) == ["train", "test"]
+    for split in result["splits"].values():
+        assert len(split["returns"]) == len(split["lengths"]) == 2
+        assert split["mean"] == pytest.approx(np.mean(split["returns"])) and split["stderr"] is not None
+    assert load(folder)["step"] == 5 * script.steps
+    for split in ("train", "test"):
+        import imageio.v3 as imageio
+
+        film = imageio.imread(folder / "video" / f"{split}.mp4", plugin="pyav")
+        assert len(film) == result["splits"][split]["lengths"][0] or len(film) in result["splits"][split]["lengths"]
+        assert film.std() > 0 and np.abs(np.diff(film.astype(int), axis=0)).max() > 20  # it moves
+
+
+def test_tensorboard_has_the_same_numbers(script):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    script.run("--total-timesteps", 3 * script.steps, "--run-name", "a", "--eval-episodes", 0)
+    events = EventAccumulator(str(script.path / "runs" / "a")).Reload()
+    table = rows(script.path / "runs" / "a")
+    for name in ("loss/value", "train/lr", "episode/count"):
+        assert [event.step for event in events.Scalars(name)] == [int(row["step"]) for row in table]
+        assert [event.value for event in events.Scalars(name)] == pytest.approx(
+            [float(row[name]) for row in table], rel=1e-4
+        )
+    assert "args/text_summary" in events.Tags()["tensors"]
+
+
+def test_best_checkpoint(script):
+    """best.pt is the best mean of the last 100 games seen at an iteration start, from 20 games on."""
+    module, returns = script.module, iter([[5.0] * 19, [5.0], [7.0] * 80, [-50.0] * 50])
+    episodes, means = [], []
+
+    class Env(FakeVecEnv):
+        pass
+
+    run = module.Run.log
+
+    def log(self, step, metrics):
+        self.games = [(value, 1, np.nan, 0) for value in next(returns)]
+        result = run(self, step, metrics)
+        means.append(np.mean(self.recent))
+        episodes.append(len(self.recent))
+        return result
+
+    module.Run.log = log
+    try:
+        args = module.Args(run_dir=str(script.path), run_name="b", num_envs=4, num_steps=16, minibatch_size=64)
+        args.channels, args.eval_episodes, args.quiet, args.total_timesteps = (4, 4, 4), 0, True, 4 * 64
+        module.train(args, Env(random_episodes(4), SAME_STEP))
+    finally:
+        module.Run.log = run
+    assert episodes == [19, 20, 100, 100]
+    best = load(script.path / "b", "best.pt")
+    assert best["step"] == 3 * 64 and best["best"] == means[2] and len(best["recent"]) == 100
+
+
+def test_metric_names_are_documented(script):
+    """The README's vocabulary is the header of metrics.csv."""
+    section = (ROOT / "README.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`((?:\w+/)?\w+)`", section.split("```")[0]))
+    assert set(script.module.COLUMNS) <= documented
+
+
+def test_progress_lines(script, capsys):
+    """Off a terminal: one plain line an iteration, and what was chosen."""
+    args = TINY[script.name].replace("--quiet", "").split()
+    assert script.run(*args, "--total-timesteps", 3 * script.steps, "--eval-episodes", 0, tiny=False) == 0
+    out = capsys.readouterr().out.splitlines()
+    lines = [line for line in out if re.fullmatch(r"step [\d,]+  return \S+  [\d,]+ steps/s  \d+ min left", line)]
+    assert len(lines) == 3 and "1 torch threads" not in out[0] and "env threads" in out[0] and "micro-batch" in out[0]
+    assert f"3 iterations x {script.steps} = {3 * script.steps} steps" in out[1]
+
+
+def test_quiet_says_nothing_but_the_result(script, capfd):
+    assert script.run("--total-timesteps", script.steps) == 0
+    captured = capfd.readouterr()
+    assert len(captured.out.splitlines()) == 1 and captured.out.startswith("test: return") and not captured.err
+
+
+def test_threads(script):
+    script.run("--total-timesteps", script.steps, "--eval-episodes", 0, "--torch-threads", 2)
+    assert torch.get_num_threads() == 2
+    script.run("--total-timesteps", script.steps, "--eval-episodes", 0)
+    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+
+
+def test_track(script, monkeypatch):
+    """Weights & Biases is imported only with --track, gets every row, and its absence is one line."""
+    calls = []
+    fake = types.SimpleNamespace(init=lambda **k: calls.append(k), log=lambda row, step: calls.append((step, row)))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    script.run("--total-timesteps", 2 * script.steps, "--eval-episodes", 0)
+    assert not calls
+    assert script.run("--total-timesteps", 2 * script.steps, "--eval-episodes", 0, "--track", "--run-name", "w") == 0
+    assert calls[0]["id"] == "w" and [step for step, _ in calls[1:]] == [script.steps, 2 * script.steps]
+
+
+# --------------------------------------------------------------------------------------------- reproducing and resuming
+
+
+def test_same_seed_same_csv(script):
+    """Two runs of one seed are equal byte for byte outside the time columns; another seed differs."""
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        flags = ("--total-timesteps", 4 * script.steps, "--run-name", name, "--seed", seed, "--torch-threads", 2)
+        assert script.run(*flags, "--eval-episodes", 0) == 0
+    runs = script.path / "runs"
+    assert timeless(runs / "a") == timeless(runs / "b") != timeless(runs / "c")
+    assert same(load(runs / "a")["agent"], load(runs / "b")["agent"])
+
+
+@pytest.mark.parametrize("evaluations", [0, 1])
+def test_resume_equals_uninterrupted(script, evaluations):
+    """2 + 3 iterations are 5, bit for bit: weights, optimiser, games, random states, metrics; evaluations or not."""
+    runs, total = script.path / "runs", ("--total-timesteps", 5 * script.steps)
+    flags = ("--num-levels", 5, "--checkpoint-every", 0)
+    assert script.run(*flags, *total, "--run-name", "whole", "--eval-episodes", 0) == 0
+    every = ("--eval-every", script.steps, "--eval-episodes", 1) if evaluations else ("--eval-episodes", 0)
+    assert script.run(*flags, *every, "--total-timesteps", 2 * script.steps, "--run-name", "parts") == 0
+    assert script.run("--resume", "runs/parts", *total, tiny=False) == 0
+    whole, parts = load(runs / "whole"), load(runs / "parts")
+    for checkpoint in (whole, parts):
+        del checkpoint["args"]
+    assert same(whole, parts)
+    without = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(runs / "parts")]
+    assert without == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in timeless(runs / "whole")]
+    config = json.loads((runs / "parts" / "config.json").read_text())
+    assert config["args"]["total_timesteps"] == 5 * script.steps
+
+
+class Stop(FakeVecEnv):
+    """Raises `error` at the given step call."""
+
+    at, error = None, KeyboardInterrupt
+
+    def step(self, actions):
+        if len(self.actions) == self.at:
+            raise self.error
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(143)])
+def test_interrupt_drops_only_the_unfinished_iteration(script, error):
+    """Stopped in mid-rollout, the state at that iteration's start is on disk, whatever --checkpoint-every says."""
+    args = script.module.Args(
+        num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4), eval_episodes=0, quiet=True
+    )
+    args.run_dir, args.run_name, args.total_timesteps = str(script.path), "i", 6 * 64
+    envs = Stop(random_episodes(4), NEXT_STEP)
+    envs.at, envs.error = 3 * 16 + 5, error
+    with pytest.raises(type(error) if isinstance(error, BaseException) else error):
+        script.module.train(args, envs)
+    assert load(script.path / "i")["step"] == 3 * 64 and len(rows(script.path / "i")) == 3
+
+
+def test_ctrl_c_real_env_then_resume(script, monkeypatch):
+    """Ctrl-C in mid-run returns 130; resumed, the run ends exactly like one that was never stopped."""
+    total = ("--total-timesteps", 4 * script.steps, "--eval-episodes", 0, "--checkpoint-every", 10**6)
+    assert script.run(*total, "--run-name", "whole") == 0
+    calls, real = [], script.module.sample
+
+    def sample(*args):
+        calls.append(0)
+        if len(calls) == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(script.module, "sample", sample)
+    assert script.run(*total, "--run-name", "parts") == 130
+    monkeypatch.undo()
+    os.chdir(script.path)
+    assert load(script.path / "runs/parts")["step"] == 2 * script.steps
+    assert script.run("--resume", "runs/parts", tiny=False) == 0
+    whole, parts = (load(script.path / "runs" / name) for name in ("whole", "parts"))
+    assert same(whole | {"args": 0}, parts | {"args": 0})
+    assert timeless(script.path / "runs/whole") == timeless(script.path / "runs/parts")
+
+
+def test_resume_cuts_what_the_checkpoint_does_not_know(script):
+    """Rows after the checkpoint, half a row included, go; TensorBoard is told with a purge."""
+    folder = script.path / "runs" / "a"
+    script.run("--total-timesteps", 2 * script.steps, "--run-name", "a", "--eval-episodes", 0)
+    with open(folder / "metrics.csv", "a") as file:
+        file.write(
+            rows(folder)[-1]["step"].replace(str(2 * script.steps), str(3 * script.steps))
+            + ",3"
+            + "," * 21
+            + "\n999,4,0"
+        )
+    (folder / "checkpoint.pt.tmp").write_bytes(b"half a checkpoint")
+    assert script.run("--resume", "runs/a", "--total-timesteps", 4 * script.steps, tiny=False) == 0
+    assert [row["iteration"] for row in rows(folder)] == ["1", "2", "3", "4"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("loss/value")] == [script.steps * i for i in (1, 2, 3, 4)]
+
+
+def test_resume_of_a_finished_run(script, capsys):
+    script.run("--total-timesteps", 2 * script.steps, "--run-name", "a", "--eval-episodes", 0)
+    before = {file.name: file.read_bytes() for file in (script.path / "runs/a").iterdir()}
+    assert script.run("--resume", "runs/a", tiny=False) == 0
+    assert "finished" in capsys.readouterr().out
+    assert before == {file.name: file.read_bytes() for file in (script.path / "runs/a").iterdir()}
+
+
+def test_resume_takes_and_refuses_arguments(script, capsys):
+    script.run("--total-timesteps", 2 * script.steps, "--run-name", "a", "--eval-episodes", 0, "--gamma", 0.9)
+    capsys.readouterr()
+    assert script.run("--resume", "runs/a", "--gamma", 0.95, "--total-timesteps", 3 * script.steps, tiny=False) == 2
+    error = capsys.readouterr().err
+    assert "--gamma" in error and "0.95" in error and "0.9;" in error and error.count("\n") == 1
+    fresh = ("--total-timesteps", 3 * script.steps, "--max-minutes", 5, "--micro-batch", 8, "--checkpoint-every", 1)
+    assert script.run("--resume", "runs/a", "--gamma", 0.9, *fresh, tiny=False) == 0
+    saved = load(script.path / "runs/a")
+    assert saved["args"]["gamma"] == 0.9 and saved["args"]["micro_batch"] == 8 and saved["step"] == 3 * script.steps
+
+
+def test_resume_from_best(script):
+    """A file can be resumed too: the way out when checkpoint.pt is lost."""
+    folder = script.path / "runs" / "a"
+    script.run("--total-timesteps", 2 * script.steps, "--run-name", "a", "--eval-episodes", 0)
+    os.rename(folder / "checkpoint.pt", folder / "best.pt")
+    assert script.run("--resume", "runs/a/best.pt", "--total-timesteps", 3 * script.steps, tiny=False) == 0
+    assert load(folder)["step"] == 3 * script.steps
+
+
+def test_max_minutes(script):
+    """Stops by itself after at least one iteration, exit code 0, and goes on when resumed."""
+    limit = ("--total-timesteps", 10**6, "--max-minutes", 0.02, "--checkpoint-every", 10**6)
+    start = time.perf_counter()
+    assert script.run(*limit, "--run-name", "a") == 0
+    assert time.perf_counter() - start < 20
+    done = load(script.path / "runs/a")["step"]
+    assert done >= script.steps and done == int(rows(script.path / "runs/a")[-1]["step"])
+    assert not (script.path / "runs/a/eval.json").exists()
+    assert script.run("--resume", "runs/a", "--max-minutes", 0.001, tiny=False) == 0
+    assert load(script.path / "runs/a")["step"] == done + script.steps
+
+
+def test_checkpoints_come_when_due(script, monkeypatch):
+    """The first before the first rollout; 0 = every iteration; else only start and end."""
+    written = []
+    real = script.module.Run.write
+    monkeypatch.setattr(
+        script.module.Run, "write", lambda run, name: written.append((name, run.state["step"])) or real(run, name)
+    )
+    script.run("--total-timesteps", 3 * script.steps, "--eval-episodes", 0, "--checkpoint-every", 0, "--run-name", "a")
+    assert [step for name, step in written if name == "checkpoint.pt"] == [script.steps * i for i in range(4)]
+    written.clear()
+    script.run("--total-timesteps", 3 * script.steps, "--eval-episodes", 0, "--run-name", "b")
+    assert [step for name, step in written if name == "checkpoint.pt"] == [0, 3 * script.steps]
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def test_evaluate_command(script):
+    """--evaluate writes eval.json beside the checkpoint, the same every time, and touches nothing else."""
+    flags = ("--total-timesteps", 2 * script.steps, "--run-name", "a", "--num-levels", 2)
+    assert script.run(*flags) == 0
+    folder = script.path / "runs/a"
+    first = json.loads((folder / "eval.json").read_text())
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "eval.json"}
+    (folder / "eval.json").unlink()
+    assert script.run("--evaluate", "runs/a", tiny=False) == 0
+    assert json.loads((folder / "eval.json").read_text()) == first
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "eval.json"}
+    shutil.copy(folder / "checkpoint.pt", script.path / "lone.pt")
+    assert script.run("--evaluate", "lone.pt", "--eval-episodes", 3, "--greedy", tiny=False) == 0
+    lone = json.loads((script.path / "eval.json").read_text())
+    assert lone["checkpoint"] == "lone.pt" and len(lone["splits"]["test"]["returns"]) == 3
+    assert script.run("--evaluate", "runs/a", "--num-levels", 4, tiny=False) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+BAD = [  # flags, and what the one line must hold
+    ("--env-id bigfsh", ["--env-id", "bigfsh", "bigfish"]),
+    ("--env-id bigfish --distribution-mode memory", ["--distribution-mode", "memory", "bigfish", "maze"]),
+    ("--env-id bigfish --distribution-mode extreme", ["--distribution-mode", "extreme", "starpilot"]),
+    ("--env-id plunder --distribution-mode exploration", ["--distribution-mode", "exploration", "coinrun"]),
+    ("--distribution-mode exploration --num-levels 3", ["--num-levels", "exploration"]),
+    ("--minibatch-size 65", ["--minibatch-size", "65", "64"]),
+    ("--minibatch-size 1", ["--minibatch-size", "1", "2"]),
+    ("--total-timesteps 63", ["--total-timesteps", "63", "64"]),
+    ("--num-envs 0", ["--num-envs", "0"]),
+    ("--num-envs -3", ["--num-envs", "-3"]),
+    ("--num-steps 0", ["--num-steps", "0"]),
+    ("--update-epochs 0", ["--update-epochs", "0"]),
+    ("--micro-batch -1", ["--micro-batch", "-1"]),
+    ("--gamma 1.5", ["--gamma", "1.5", "1"]),
+    ("--gamma nan", ["--gamma", "nan"]),
+    ("--ent-coef inf", ["--ent-coef", "inf"]),
+    ("--channels 4 0 4", ["--channels", "0"]),
+    ("--num-levels 9999999999", ["--num-levels", "9999999999"]),
+    ("--seed -1", ["--seed", "-1"]),
+    ("--lr 0:1e-4:3 --quiet", ["--lr", "0:1e-4:3"]),
+    ("--lr 5:1e-4 1:1e-4", ["--lr", "5:1e-4"]),
+    ("--device cuda", ["--device", "cuda"]),
+    ("--device cuda:9", ["--device", "cuda:9"]),
+    ("--device toaster", ["--device", "toaster"]),
+    ("--resume nowhere", ["nowhere"]),
+    ("--evaluate nowhere", ["nowhere"]),
+    ("--eval-every 100 --eval-episodes 0", ["--eval-episodes", "--eval-every"]),
+    ("--max-minutes -1", ["--max-minutes", "-1"]),
+]
+
+
+@pytest.mark.parametrize("flags, words", BAD, ids=[flags for flags, _ in BAD])
+def test_bad_input(script, capfd, flags, words):
+    if "cuda" in flags and torch.cuda.is_available():
+        flags = flags.replace("cuda:9", "cuda:99").replace("--device cuda", "--device cuda:99")
+    assert script.run(*flags.split()) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words), error
+    assert not (script.path / "runs").exists()  # nothing is written
+
+
+@pytest.mark.parametrize("flags", ["--num-envs many", "--no-such-flag", "--precision fp8", "--stack 7", "--pool max"])
+def test_bad_flags_are_tyros_own(script, capfd, flags):
+    assert script.run(*flags.split()) == 2
+    assert flags.split()[0] in capfd.readouterr().err and not (script.path / "runs").exists()
+
+
+def test_help(script, capsys):
+    """--help shows one line a flag with its comment."""
+    assert script.run("--help") == 0
+    text = capsys.readouterr().out
+    for field in script.module.Args.__dataclass_fields__:
+        assert f"--{field.replace('_', '-')}" in text
+    assert "weight of the entropy bonus" in text and "step:rate knots" in text
+
+
+def test_missing_package(script, capfd, monkeypatch):
+    for package in ("procgen", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert script.run("--total-timesteps", script.steps, "--track") == 2
+        error = capfd.readouterr().err
+        assert package in error and error.count("\n") == 1 and "pip install" in error
+        assert not (script.path / "runs").exists()
+        monkeypatch.delitem(sys.modules, package)
+
+
+def test_existing_folder(script, capfd):
+    folder = script.path / "runs" / "a"
+    folder.mkdir(parents=True)
+    assert script.run("--total-timesteps", script.steps, "--run-name", "a", "--eval-episodes", 0) == 0  # empty: welcome
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert script.run("--total-timesteps", script.steps, "--run-name", "a") == 2
+    error = capfd.readouterr().err
+    assert "--run-name" in error and "runs/a" in error and "--resume" in error and error.count("\n") == 1
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_unwritable_folder(script, capfd):
+    (script.path / "file").write_text("")
+    assert script.run("--total-timesteps", script.steps, "--run-dir", "file") == 2
+    assert script.run("--total-timesteps", script.steps, "--run-dir", "/proc/nowhere") == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("--run-dir" in line for line in lines)
+
+
+def corrupt(folder, kind, module):
+    path = folder / "checkpoint.pt"
+    data = path.read_bytes()
+    if kind == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "flipped":
+        middle = len(data) // 2
+        path.write_bytes(data[:middle] + bytes([data[middle] ^ 255]) + data[middle + 1 :])
+    elif kind == "hostile":
+
+        class Bomb:
+            def __reduce__(self):
+                return os.mkdir, (str(folder / "harm"),)
+
+        torch.save({"script": module.SCRIPT, "args": Bomb()}, path)
+    elif kind == "other script":
+        torch.save(load(folder) | {"script": "appo_atari"}, path)
+    elif kind == "other version":
+        saved = load(folder)
+        saved["args"]["new_flag"] = 1
+        torch.save(saved, path)
+    elif kind == "not a dict":
+        torch.save([1, 2], path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncated", "empty", "flipped", "hostile", "other script", "other version", "not a dict"]
+)
+def test_bad_checkpoint(script, capfd, kind):
+    """One line, exit code 2, nothing changed, and a hostile file runs no code."""
+    folder = script.path / "runs" / "a"
+    script.run("--total-timesteps", script.steps, "--run-name", "a", "--eval-episodes", 0)
+    data = corrupt(folder, kind, script.module)
+    metrics = (folder / "metrics.csv").read_bytes()
+    for flag in ("--resume", "--evaluate"):
+        assert script.run(flag, "runs/a", "--total-timesteps", 2 * script.steps, "--eval-episodes", 1, tiny=False) == 2
+        error = capfd.readouterr().err
+        assert error.count("\n") == 1 and "runs/a" in error, error
+    assert (folder / "checkpoint.pt").read_bytes() == data and (folder / "metrics.csv").read_bytes() == metrics
+    assert not (folder / "harm").exists()
+
+
+def test_damaged_env_states(script, capfd):
+    folder = script.path / "runs" / "a"
+    script.run("--total-timesteps", script.steps, "--run-name", "a", "--eval-episodes", 0)
+    saved = load(folder)
+    saved["envs"]["games"][0] = b"damaged"
+    torch.save(saved, folder / "checkpoint.pt")
+    assert script.run("--resume", "runs/a", "--total-timesteps", 2 * script.steps, tiny=False) == 2
+    error = capfd.readouterr().err
+    assert "damaged" in error and error.count("\n") == 1
+
+
+def limit_file_size(size):
+    """Writing beyond `size` bytes fails like a full disk does: an OSError in mid-write."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_disk_full_in_mid_run(script, capfd, monkeypatch):
+    """Exit code 1, one line, the last good checkpoint untouched, no half file left; later the run goes on."""
+    real = script.module.Run.log
+
+    def log(run, step, metrics):
+        result = real(run, step, metrics)
+        if step == 2 * script.steps:
+            limit_file_size(5000)
+        return result
+
+    monkeypatch.setattr(script.module.Run, "log", log)
+    try:
+        total = ("--total-timesteps", 4 * script.steps, "--eval-episodes", 0, "--checkpoint-every", 0)
+        assert script.run(*total, "--run-name", "a") == 1
+    finally:
+        limit_file_size(resource.RLIM_INFINITY)
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "File too large" in error, error
+    folder = script.path / "runs" / "a"
+    assert load(folder)["step"] == script.steps and not list(folder.glob("*.tmp"))
+    monkeypatch.undo()
+    os.chdir(script.path)
+    assert script.run("--resume", "runs/a", tiny=False) == 0
+    assert len(rows(folder)) == 4
+
+
+def test_disk_full_at_start(script, capfd):
+    limit_file_size(100)
+    try:
+        assert script.run("--total-timesteps", script.steps) == 2
+    finally:
+        limit_file_size(resource.RLIM_INFINITY)
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "--run-dir" in error, error
+
+
+def test_kill_in_mid_write_keeps_the_old_file(script, monkeypatch):
+    """Whatever stops the write, the checkpoint of that name is the old one, whole."""
+    path = script.path / "checkpoint.pt"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        script.module.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and len(list(script.path.iterdir())) == 1
+
+
+def test_given_envs_are_checked(script):
+    args = script.module.Args(num_envs=3, num_steps=16, minibatch_size=48, total_timesteps=48, run_dir=str(script.path))
+    with pytest.raises(ValueError, match="--num-envs 3"):
+        script.module.train(args, FakeVecEnv(random_episodes(4)))
+    undeclared = FakeVecEnv(random_episodes(3))
+    undeclared.metadata = {}
+    with pytest.raises(ValueError, match="autoreset"):
+        script.module.train(args, undeclared)
+
+
+# -------------------------------------------------------------------------------------------------- a real command line
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_command_line_alone_in_an_empty_folder(name, tmp_path):
+    """The file copied to an empty folder: runs, stops on SIGTERM with 143 and a checkpoint, resumes, ends with 0."""
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    command = [sys.executable, f"{name}.py", *TINY[name].replace("--quiet", "").split(), "--run-name", "a"]
+    process = subprocess.Popen(
+        [*command, "--total-timesteps", "1000000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    start = time.perf_counter()
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and time.perf_counter() - start < 10
+    assert "stopped" in err and "Traceback" not in err and "Gym" not in err
+    step = load(tmp_path / "runs/a")["step"]
+    assert step >= ITERATION[name]
+    total = str(step + 2 * ITERATION[name])
+    done = subprocess.run(
+        [sys.executable, f"{name}.py", "--resume", "runs/a", "--total-timesteps", total],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert json.loads((tmp_path / "runs/a/eval.json").read_text())["step"] == int(total)

@@ -1,0 +1,532 @@
+"""The algorithm of ppo_procgen.py against independent oracles, most of them in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, random_episodes
+
+import ppo_procgen
+from ppo_procgen import Agent, Args, Episodes, UsageError, evaluate, gae, lr_at, next_kl_coef, ppo_terms, sample, train
+
+SMALL = dict(
+    num_envs=4, num_steps=16, minibatch_size=64, update_epochs=1, channels=(4, 4, 4), eval_episodes=0, quiet=True
+)
+
+
+def run(tmp_path, envs, iterations=1, name="run", **changes):
+    args = Args(**(SMALL | dict(run_dir=str(tmp_path), run_name=name, device="cpu") | changes))
+    args.total_timesteps = iterations * args.batch_size
+    metrics = train(args, envs)
+    return metrics, torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- maths
+
+
+def episode_gae(reward, value, bootstrap, gamma, lam):
+    """One episode: A_t = sum_k (gamma lam)^k delta_{t+k}, by the definition's double sum in float64."""
+    following = [*value[1:], bootstrap]
+    deltas = [r + gamma * after - v for r, v, after in zip(reward, value, following, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gae_equals_per_episode_reference(seed):
+    """Random ends of both kinds: the recursion equals every episode's own GAE, joined."""
+    rng = np.random.default_rng(seed)
+    T, N, gamma, lam = 40, 5, 0.97, 0.9
+    reward, value = rng.normal(size=(T, N)), rng.normal(size=(T + 1, N))
+    terminated, truncated = rng.random((2, T, N)) < 0.12
+    done = terminated | truncated
+    expected = np.zeros((T, N))
+    for n in range(N):
+        start = 0
+        for t in range(T):
+            if done[t, n] or t == T - 1:
+                bootstrap = 0.0 if terminated[t, n] else value[t + 1, n]  # when both flags are set, terminal wins
+                rows = slice(start, t + 1)
+                expected[rows, n] = episode_gae(reward[rows, n], value[rows, n], bootstrap, gamma, lam)
+                start = t + 1
+    got = gae(*(torch.tensor(x, dtype=torch.float64) for x in (reward, value, terminated, done)), gamma, lam)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_last_step_reward_matters():
+    """The rollout's last reward reaches the last advantage in full, and the bootstrap is V(obs_T)."""
+    zeros = torch.zeros(3, 1)
+    value = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    reward = torch.tensor([[0.0], [0.0], [5.0]])
+    assert gae(reward, value, zeros, zeros, 0.5, 0.9)[-1].item() == pytest.approx(5 + 0.5 * 4 - 3)
+    assert (gae(reward + 1, value, zeros, zeros, 0.5, 0.9) - gae(reward, value, zeros, zeros, 0.5, 0.9))[-1].item() == 1
+
+
+def test_ppo_terms_by_hand():
+    """Two actions, one row each: inside the clip range, above it and below it with both signs of the advantage."""
+    p_old, clip = 0.5, 0.2
+    for p, advantage, surrogate in ((0.55, 2, 1.1 * 2), (0.7, 2, 1.2 * 2), (0.7, -2, -1.4 * 2), (0.3, -2, -0.8 * 2)):
+        logits, old = (torch.tensor([[math.log(x), math.log(1 - x)]]) for x in (p, p_old))
+        row = [torch.tensor([x]) for x in (0, float(advantage), 3.0)]
+        policy, value, entropy, kl, approx, clipped = ppo_terms(
+            logits, torch.tensor([1.0]), *row, old, torch.tensor([2.0]), clip, 0.25
+        )
+        assert policy.item() == pytest.approx(-surrogate, rel=1e-5)
+        assert value.item() == pytest.approx(max((1 - 3) ** 2, (2 - 0.25 - 3) ** 2))
+        assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), rel=1e-5)
+        exact = p_old * math.log(p_old / p) + (1 - p_old) * math.log((1 - p_old) / (1 - p))
+        assert kl.item() == pytest.approx(exact, rel=1e-4, abs=1e-7)
+        assert approx.item() == pytest.approx(p / p_old - 1 - math.log(p / p_old), rel=1e-4, abs=1e-6)
+        assert clipped.item() == (abs(p / p_old - 1) > clip)
+    far = ppo_terms(logits, torch.tensor([9.0]), *row, old, torch.tensor([2.0]), clip, 0.25)[1].item()
+    assert far == pytest.approx(36)  # the larger of the two errors: (9 - 3)^2, not (2.25 - 3)^2
+
+
+def test_kl_is_old_to_new():
+    """KL(old || new), not the reverse, and the mean sampled estimate agrees with it."""
+    generator = torch.Generator().manual_seed(0)
+    logits, old = torch.randn(2, 15, generator=generator)
+    action = sample(old.expand(400_000, 15), generator)
+    row = [action, *(torch.zeros(len(action)) for _ in range(2))]
+    terms = ppo_terms(logits.expand(len(action), 15), row[1], *row, old.expand(len(action), 15), row[1], 0.2, 1.0)
+    new_p, old_p = logits.double().softmax(0), old.double().softmax(0)
+    assert terms[3][0].item() == pytest.approx((old_p * (old_p / new_p).log()).sum().item(), rel=1e-4)
+    assert terms[4].mean().item() == pytest.approx(terms[3][0].item(), rel=0.05)
+
+
+def test_next_kl_coef():
+    assert next_kl_coef(0.2, 0.021, 0.01) == pytest.approx(0.3)
+    assert next_kl_coef(0.2, 0.0049, 0.01) == pytest.approx(0.1)
+    assert next_kl_coef(0.2, 0.01, 0.01) == next_kl_coef(0.2, 0.02, 0.01) == next_kl_coef(0.2, 0.005, 0.01) == 0.2
+
+
+def test_lr_schedule():
+    knots = Args().lr
+    table = {0: 1e-4, 250_000: 4.5e-4, 500_000: 8e-4, 750_000: 4.5e-4, 1_000_000: 1e-4, 2_000_000: 5e-4, 3e6: 5e-5}
+    for step, rate in (table | {3_500_000: 1.25e-4, 4e6: 2e-4, 6_000_000: 1.15e-4, 8e6: 3e-5, 99e6: 3e-5}).items():
+        assert lr_at(step, knots) == pytest.approx(rate)
+    assert lr_at(0, ("5e-4",)) == lr_at(10**9, ("5e-4",)) == 5e-4
+    for wrong in (("1:2:3x",), ("x",), ("5:1e-4", "2:1e-3"), ("0:-1",), ("0:nan",), ()):
+        with pytest.raises(UsageError, match="--lr"):
+            lr_at(0, wrong)
+
+
+def test_sample_follows_softmax():
+    logits = torch.tensor([0.0, 1.0, -2.0, 0.5])
+    drawn = sample(logits.expand(200_000, 4), torch.Generator().manual_seed(1))
+    frequency = torch.bincount(drawn, minlength=4) / len(drawn)
+    error = (frequency - logits.softmax(0)) / (logits.softmax(0) / len(drawn)).sqrt()
+    assert error.abs().max() < 5
+
+
+# ----------------------------------------------------------------------------------------------------------- network
+
+
+def test_network_size_and_layout():
+    """Weights as in the reference (6 input channels): 410,352 with pooling, 1,442,544 flattened; narrow ones too."""
+    for channels, pool, expected in (
+        ((32, 64, 64), "avg", 410_352),
+        ((32, 64, 64), "flatten", 1_442_544),
+        ((16, 32, 32), "avg", 110_592),
+        ((16, 32, 32), "flatten", 626_688),
+    ):
+        assert sum(p.numel() for p in Agent((6, 64, 64), 15, channels, pool).parameters()) == expected
+    agent = Agent((6, 64, 64), 15)
+    for module in agent.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
+            fans = module.weight[0].numel() + module.weight[:, 0].numel()  # Keras' Glorot: fan-in + fan-out
+            assert module.weight.abs().max() <= math.sqrt(6 / fans) and not module.bias.any()
+            if module.weight.numel() > 2000:
+                assert module.weight.std().item() == pytest.approx(math.sqrt(2 / fans), rel=0.1)
+
+
+@pytest.mark.parametrize("pool", ["avg", "flatten"])
+def test_network_equals_plain_float64(pool):
+    """The same function written the plain way: SAME max-pool by explicit padding, ReLU after the average."""
+    torch.manual_seed(0)
+    agent = Agent((6, 64, 64), 15, (4, 8, 8), pool)
+    obs = torch.randint(0, 256, (3, 6, 64, 64), dtype=torch.uint8)
+    weights = {name: tensor.double() for name, tensor in agent.state_dict().items()}
+
+    def conv(x, name):
+        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
+
+    x = (obs.double() - 128) / 255
+    for i in range(3):
+        x = F.max_pool2d(F.pad(conv(x, f"convs.{i}"), (0, 1, 0, 1), value=-math.inf), 3, 2)
+        for j in range(2):
+            x = x + conv(conv(x.relu(), f"blocks.{i}.{j}.conv1").relu(), f"blocks.{i}.{j}.conv2")
+    x = (x.mean((2, 3)) if pool == "avg" else x.flatten(1)).relu()
+    x = F.linear(x, weights["hidden.weight"], weights["hidden.bias"]).relu()
+    logits, value = agent(obs)
+    assert logits.dtype == value.dtype == torch.float32 and value.shape == (3,)
+    torch.testing.assert_close(
+        logits.double(), F.linear(x, weights["policy.weight"], weights["policy.bias"]), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        value.double(), F.linear(x, weights["value.weight"], weights["value.bias"])[:, 0], rtol=1e-4, atol=1e-5
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- one whole update
+
+
+def reference_update(envs, args, agent, optimizer, kl_coef):
+    """What one iteration must do, in float64 from what the fake env recorded: rollouts to advantages to SGD steps.
+
+    Needs one minibatch that is the whole rollout, so that no random order matters. Returns the metrics.
+    """
+    T, N = args.num_steps, args.num_envs
+    obs = torch.from_numpy(np.stack(envs.seen[: T + 1]))
+    actions = torch.from_numpy(np.stack(envs.actions[:T])).long()
+    reward, ended, cut, before = (np.stack(column) for column in zip(*envs.log[:T], strict=True))
+    with torch.no_grad():
+        logits, value = (x.view(T + 1, N, *x.shape[1:]) for x in agent(obs.flatten(0, 1)))
+    advantage, valid = torch.zeros(T, N, dtype=torch.float64), torch.from_numpy(~before)
+    for n in range(N):
+        start = 0
+        for t in range(T):
+            if not valid[t, n]:
+                start = t + 1
+            elif ended[t, n] or cut[t, n] or t == T - 1:
+                bootstrap = 0.0 if ended[t, n] else value[t + 1, n].item()
+                rows = slice(start, t + 1)
+                advantage[rows, n] = torch.tensor(
+                    episode_gae(reward[rows, n], value[rows, n].tolist(), bootstrap, args.gamma, args.gae_lambda),
+                    dtype=torch.float64,
+                )
+    target = (advantage + value[:T])[valid]
+    advantage = advantage[valid]
+    advantage = (advantage - advantage.mean()) / advantage.std(correction=0)
+    frames, action, old_value, old_logp = (
+        obs[:T][valid],
+        actions[valid],
+        value[:T][valid],
+        logits[:T][valid].log_softmax(-1),
+    )
+    for _ in range(args.update_epochs):
+        logits, value = agent(frames)
+        logp = logits.log_softmax(-1)
+        ratio = (logp - old_logp).gather(1, action[:, None])[:, 0].exp()
+        clipped = torch.where(advantage > 0, ratio.clamp(max=1 + args.clip), ratio.clamp(min=1 - args.clip))
+        policy = -(clipped * advantage).mean()
+        moved = old_value + (value - old_value).clamp(-args.vf_clip, args.vf_clip)
+        error = torch.maximum((value - target).square(), (moved - target).square()).mean()
+        entropy = -(logp.exp() * logp).sum(1).mean()
+        kl = (old_logp.exp() * (old_logp - logp)).sum(1).mean()
+        optimizer.zero_grad()
+        (policy + args.vf_coef * error - args.ent_coef * entropy + kl_coef * kl).backward()
+        optimizer.step()
+    return kl.item(), error.item(), policy.item()
+
+
+@pytest.mark.parametrize("micro_batch", [0, 7])
+@pytest.mark.parametrize("autoreset", [NEXT_STEP, SAME_STEP])
+def test_update_equals_float64_reference(tmp_path, autoreset, micro_batch):
+    """Two iterations of train, in pieces or whole, move the weights as the float64 reference does.
+
+    Same-step envs end only by termination here; their truncations have a test of their own.
+    """
+    ends = ("terminated", "truncated", "life") if autoreset == NEXT_STEP else ("terminated",)
+    envs = FakeVecEnv(random_episodes(4, ends=ends), autoreset)
+    options = dict(update_epochs=3, lr=("3e-3",), micro_batch=micro_batch, vf_clip=0.05, clip=0.02, kl_target=1e-9)
+    metrics, saved = run(tmp_path, envs, iterations=2, **options)
+    torch.manual_seed(1)
+    agent = Agent((3, 16, 16), 4, (4, 4, 4)).double()
+    agent.forward = lambda obs: forward64(agent, obs)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-3, eps=1e-8)
+    args, kl_coef = Args(**(SMALL | options)), 0.2
+    for _ in range(2):
+        kl, error, policy = reference_update(envs, args, agent, optimizer, kl_coef)
+        envs.seen, envs.actions, envs.log = envs.seen[16:], envs.actions[16:], envs.log[16:]
+        kl_coef = kl_coef * 1.5
+    assert metrics["train/kl"] == pytest.approx(kl, rel=1e-3)
+    assert saved["kl_coef"] == pytest.approx(kl_coef)
+    for name, weight in agent.state_dict().items():
+        # Adam's first steps are sign-like: float32 noise shows where a gradient is nearly 0, so compare whole tensors.
+        difference = (saved["agent"][name].double() - weight).norm() / weight.norm().clamp(min=1e-2)
+        assert difference < 2e-3, (name, difference)
+
+
+def forward64(agent, obs):
+    x = F.relu(agent.hidden(agent.features((obs.double() - 128) / 255)))
+    return agent.policy(x), agent.value(x).squeeze(-1)
+
+
+def test_same_step_truncation_bootstraps_from_the_final_observation(tmp_path):
+    """A truncated same-step stream trains exactly like the next-step stream of the same episodes."""
+    weights = []
+    for autoreset, steps in ((SAME_STEP, 6), (NEXT_STEP, 8)):
+        # episodes of 3 steps: 2 whole ones in 6 same-step rows; with their dummy rows, 8 next-step rows
+        envs = FakeVecEnv([[(np.float32([1, -1, 2]), "truncated")]] * 4, autoreset, num_actions=1)
+        _, saved = run(tmp_path, envs, name=f"{steps}", num_steps=steps, minibatch_size=4 * steps, lr=("1e-3",))
+        weights.append(saved["agent"])
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [7.0, -1e6])
+def test_wasted_rows_have_zero_gradient(tmp_path, garbage):
+    """Whatever stands in the row after an end (next-step autoreset), the weights stay bit for bit the same."""
+    weights = []
+    for dummy_reward in (0.0, garbage):
+        envs = FakeVecEnv(random_episodes(4), NEXT_STEP, dummy_reward=dummy_reward)
+        metrics, saved = run(tmp_path, envs, iterations=3, name=str(dummy_reward), minibatch_size=32, update_epochs=2)
+        weights.append(saved["agent"])
+        assert 0.5 < metrics["train/valid_frac"] < 1
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_wasted_rows_have_zero_gradient_observation(tmp_path):
+    """The final frame of a *terminated* episode is in the wasted row only: it may hold anything."""
+
+    class Noisy(FakeVecEnv):
+        noise = 0
+
+        def frames(self):
+            frames = super().frames()
+            frames[self.over] ^= self.noise
+            return frames
+
+    weights = []
+    for noise in (0, 255):
+        envs = Noisy(random_episodes(4, ends=("terminated",)), NEXT_STEP, num_actions=1)
+        envs.noise = noise
+        weights.append(run(tmp_path, envs, iterations=2, name=str(noise))[1]["agent"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_minibatches_are_one_permutation_reordered(tmp_path, monkeypatch):
+    """Each epoch sees the same floor(batch / minibatch) fixed minibatches in another order; the rest is unused."""
+    seen = []
+    real = ppo_procgen.ppo_terms
+    monkeypatch.setattr(ppo_procgen, "ppo_terms", lambda *rows: seen.append(rows[4].tolist()) or real(*rows))
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    run(
+        tmp_path, envs, num_steps=50, minibatch_size=24, micro_batch=24, update_epochs=3
+    )  # 8 minibatches, 8 rows unused
+    assert len(seen) == 24 and all(len(rows) == 24 for rows in seen)
+    epochs = [[tuple(rows) for rows in seen[i : i + 8]] for i in (0, 8, 16)]
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and len(set(epochs[0])) == 8
+    assert epochs[0] != epochs[1] or epochs[1] != epochs[2]
+
+
+def test_advantages_are_standardised_once_over_valid_rows(tmp_path, monkeypatch):
+    rows = []
+    real = ppo_procgen.ppo_terms
+    monkeypatch.setattr(ppo_procgen, "ppo_terms", lambda *x: rows.append((x[3], x[2])) or real(*x))
+    envs = FakeVecEnv(random_episodes(4), NEXT_STEP, dummy_reward=1e6)
+    run(tmp_path, envs, minibatch_size=16)
+    valid = ~np.stack([entry[3] for entry in envs.log]).T.reshape(-1)
+    advantages = torch.cat([advantage for advantage, _ in rows])
+    kept = advantages[advantages.abs() < 100]  # the garbage rows are far away
+    assert abs(len(kept) - valid.sum()) <= 1
+    assert kept.mean().abs() < 0.05 and (kept.std(correction=0) - 1).abs() < 0.05
+    assert any(abs(a.mean()) > 0.05 for a, _ in rows)  # not per minibatch
+
+
+def test_observations_stay_uint8_until_the_network(tmp_path, monkeypatch):
+    kinds = set()
+    real = Agent.forward
+    monkeypatch.setattr(
+        Agent, "forward", lambda self, obs: kinds.add((obs.dtype, obs.requires_grad)) or real(self, obs)
+    )
+    run(tmp_path, FakeVecEnv(random_episodes(4)))
+    assert kinds == {(torch.uint8, False)}
+
+
+# ------------------------------------------------------------------------------------------------- games and metrics
+
+
+@pytest.mark.parametrize("autoreset", [NEXT_STEP, SAME_STEP])
+def test_true_returns(autoreset):
+    """Returns and lengths of every game, none lost when several end together, dummy rows not counted."""
+    script = [
+        [(np.float32([1, 2, 3]), "terminated"), (np.float32([5]), "truncated")],
+        [(np.float32([4, 4, 4]), "terminated")],
+    ]
+    envs = FakeVecEnv(script, autoreset)
+    episodes, over, games = Episodes(2), np.zeros(2, bool), []
+    envs.reset()
+    for _ in range(8):
+        _, reward, ended, cut, info = envs.step(np.zeros(2, np.int64))
+        valid = ~over | (autoreset == SAME_STEP)
+        over = ended | cut
+        games += [(game[3], *game[:2]) for game in episodes.step(reward, over, valid, info)]
+    assert [game[1:] for game in games if game[0] == 0][:3] == [(6, 3), (5, 1), (6, 3)]
+    assert [game[1:] for game in games if game[0] == 1][:2] == [(12, 3), (12, 3)]
+    assert [game[0] for game in games][:2] == [0, 1]
+
+
+def test_metrics_over_all_ended_games(tmp_path):
+    """episode/* are means over every end of the iteration; with none they are empty and the count is 0."""
+    script = [[(np.float32([1, 2]), "terminated")], [(np.float32([0, 6]), "terminated")]] * 2
+    metrics, _ = run(tmp_path, FakeVecEnv(script, SAME_STEP), num_steps=16)
+    assert metrics["episode/count"] == 4 * 8 and metrics["episode/return"] == 4.5 and metrics["episode/length"] == 2
+    assert metrics["episode/level_complete"] == 1  # the fake's info says complete where the last reward is positive
+    script = [[(np.zeros(99, np.float32), "terminated")]] * 4
+    metrics, _ = run(tmp_path, FakeVecEnv(script, NEXT_STEP), name="none")
+    assert metrics["episode/count"] == 0 and "episode/return" not in metrics
+    row = (tmp_path / "none" / "metrics.csv").read_text().splitlines()[1].split(",")
+    assert row[2] == "0" and row[3:6] == ["", "", ""] and "nan" not in ",".join(row)
+
+
+def test_level_complete_rate():
+    info = {"prev_level_complete": np.array([1, 0, 1, 1], np.int32)}
+    over = np.array([True, True, False, True])
+    games = Episodes(4).step(np.ones(4), over, np.ones(4, bool), info)
+    assert [game[2] for game in games] == [1, 0, 1]
+
+
+def test_step_accounting(tmp_path):
+    """step counts every row of every env, dummy rows too, and starts no zero-length episode."""
+    metrics, saved = run(tmp_path, FakeVecEnv(random_episodes(4), NEXT_STEP), iterations=3)
+    assert metrics["step"] == saved["step"] == 3 * 4 * 16
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [["64", "1"], ["128", "2"], ["192", "3"]]
+
+
+def test_time_split_sums(tmp_path):
+    """env + policy + learn is the iteration, within 5 %."""
+    envs = FakeVecEnv(random_episodes(4), NEXT_STEP)
+    metrics, _ = run(tmp_path, envs, num_steps=64, minibatch_size=64, update_epochs=3)
+    parts = metrics["time/env_s"] + metrics["time/policy_s"] + metrics["time/learn_s"]
+    assert parts == pytest.approx(256 / metrics["time/sps"], rel=0.05)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_reward_raises(tmp_path, bad):
+    """The message names step and term, and the checkpoint before it stays."""
+    script = random_episodes(4)
+    envs = FakeVecEnv(script, SAME_STEP)
+    args = Args(**SMALL, run_dir=str(tmp_path), run_name="run", total_timesteps=4 * 64, checkpoint_every=0)
+
+    class Poisoned(FakeVecEnv):
+        def step(self, actions):
+            obs, reward, *rest = super().step(actions)
+            return obs, np.where(len(self.actions) == 40, bad, reward).astype(np.float32), *rest
+
+    envs = Poisoned(script, SAME_STEP)
+    with pytest.raises(FloatingPointError, match="loss/.* after step 128"):
+        train(args, envs)
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 128 and all(torch.isfinite(weight).all() for weight in saved["agent"].values())
+
+
+def test_learns_the_rewarded_action(tmp_path):
+    """A task that a random policy scores 0.25 on; a wrong sign, mask or shift keeps it there."""
+    envs = FakeVecEnv([[(np.zeros(9, np.float32), "terminated")]] * 8, NEXT_STEP, learn=True)
+    options = dict(
+        num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=("2e-3",), gamma=0.5, channels=(8, 8, 8)
+    )
+    metrics, _ = run(tmp_path, envs, iterations=40, **options)
+    assert metrics["episode/return"] / 9 > 0.9
+
+
+def test_bandit_credit(tmp_path):
+    """gamma = 0: every advantage belongs to its own row's action, the last row's too."""
+    rows = []
+    real = ppo_procgen.gae
+
+    def spy(reward, value, *rest):
+        rows.append((reward.clone(), real(reward, value, *rest) + value[:-1]))
+        return real(reward, value, *rest)
+
+    ppo_procgen.gae = spy
+    try:
+        envs = FakeVecEnv([[(np.zeros(5, np.float32), "terminated")]] * 4, SAME_STEP, learn=True)
+        run(tmp_path, envs, gamma=0.0, iterations=1)
+    finally:
+        ppo_procgen.gae = real
+    reward, target = rows[0]
+    torch.testing.assert_close(reward, target)
+    paid = np.stack([entry[0] for entry in envs.log])
+    assert (reward.numpy() == paid).all() and 0 < paid.mean() < 1
+
+
+# --------------------------------------------------------------------------------------------------------- evaluation
+
+
+class Constant(torch.nn.Module):
+    """Always the same logits."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.tensor(logits))
+
+    def forward(self, obs):
+        return self.logits.expand(len(obs), -1), torch.zeros(len(obs))
+
+
+@pytest.mark.parametrize("autoreset", [NEXT_STEP, SAME_STEP])
+def test_evaluate_plays_the_same_number_of_games_everywhere(autoreset):
+    """Short games do not crowd out long ones: the true mean of these two envs is (1 + 20) / 2."""
+    script = [[(np.float32([1]), "terminated")], [(np.ones(20, np.float32), "truncated")]]
+    returns, lengths = evaluate(Constant([0.0, 0.0, 0.0, 0.0]), FakeVecEnv(script, autoreset), 3, seed=0)
+    assert sorted(returns) == [1, 1, 1, 20, 20, 20] and sorted(lengths) == [1, 1, 1, 20, 20, 20]
+
+
+def test_evaluate_greedy_and_sampled():
+    envs = FakeVecEnv([[(np.zeros(50, np.float32), "terminated")]], SAME_STEP)
+    evaluate(Constant([0.0, 0.1, 0.0, 0.0]), envs, 1, seed=0, greedy=True)
+    assert set(np.concatenate(envs.actions)) == {1}
+    evaluate(Constant([0.0, 0.1, 0.0, 0.0]), envs, 1, seed=0)
+    assert set(np.concatenate(envs.actions)) == {0, 1, 2, 3}
+
+
+def test_evaluate_leaves_the_random_state_alone():
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    envs = FakeVecEnv([[(np.zeros(5, np.float32), "terminated")]], SAME_STEP)
+    first = evaluate(Constant([0.0, 0.1]), FakeVecEnv(envs.episodes, SAME_STEP, num_actions=2, learn=True), 9, seed=3)
+    again = evaluate(Constant([0.0, 0.1]), FakeVecEnv(envs.episodes, SAME_STEP, num_actions=2, learn=True), 9, seed=3)
+    assert first == again
+    assert torch.equal(before[0], torch.get_rng_state()) and (before[1] == np.random.get_state()[1]).all()
+
+
+def test_splits_and_normalisation(monkeypatch):
+    """Both splits with limited levels, one without; both scales on easy, one on hard; standard errors of the mean."""
+    played = []
+    monkeypatch.setattr(ppo_procgen, "make_envs", lambda args, split, n: played.append((split, n)))
+    monkeypatch.setattr(ppo_procgen, "evaluate", lambda agent, envs, games, *rest: ([10.0, 20.0, 30.0], [1, 2, 3]))
+    splits = ppo_procgen.evaluate_splits(None, Args(num_levels=5, eval_episodes=100))
+    assert played == [("train", 50), ("test", 50)]
+    assert splits["test"]["mean"] == 20 and splits["test"]["stderr"] == pytest.approx(10 / math.sqrt(3))
+    assert splits["test"]["normalized"] == pytest.approx({"procgen": 19 / 39, "competition": 19 / 39})
+    hard = ppo_procgen.evaluate_splits(None, Args(distribution_mode="hard", eval_episodes=3))
+    assert hard["test"]["normalized"] == {"procgen": 0.5} and list(hard) == ["test"] and played[2] == ("test", 3)
+    assert list(ppo_procgen.evaluate_splits(None, Args(env_id="maze", distribution_mode="exploration"))) == ["train"]
+
+
+def test_published_ranges():
+    """RANGES gives the competition's published scores at its published returns."""
+    returns = dict(coinrun=9.261, bigfish=26.28, miner=9.78, starpilot=61.9, chaser=10.793, plunder=7.45)
+    scores = dict(coinrun=0.852, bigfish=0.648, miner=0.720, starpilot=0.966, chaser=0.823, plunder=0.116)
+    for game, score in scores.items():
+        low, high = ppo_procgen.RANGES[game][:2]
+        assert (returns[game] - low) / (high - low) == pytest.approx(score, abs=6e-4)
+    assert ppo_procgen.RANGES["starpilot"][2:] == (1.5, 35) and len(ppo_procgen.RANGES) == 16
+
+
+# ------------------------------------------------------------------------------------------------------ speed switches
+
+
+def test_bf16_is_close_to_fp32(tmp_path):
+    metrics = {}
+    for precision in ("fp32", "bf16"):
+        envs = FakeVecEnv(random_episodes(4), SAME_STEP, num_actions=1)
+        metrics[precision], saved = run(tmp_path, envs, name=precision, precision=precision)
+        assert all(weight.dtype == torch.float32 for weight in saved["agent"].values())
+    assert metrics["bf16"]["loss/value"] == pytest.approx(metrics["fp32"]["loss/value"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_compile_matches_eager(tmp_path):
+    """Same weights within float tolerance, and a compiled run's checkpoint loads without it."""
+    weights = []
+    for compiled in (False, True):
+        envs = FakeVecEnv(random_episodes(4), SAME_STEP, num_actions=1)
+        weights.append(run(tmp_path, envs, iterations=3, name=str(compiled), compile=compiled)[1]["agent"])
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
