@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -131,7 +132,8 @@ class Args:
         """Raise UsageError for what would train nothing or train on NaN."""
         batch = self.batch_size
         low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
-        high = dict(gamma=1, gae_lambda=1, num_levels=2**31 - 1, start_level=2**31 - 1, minibatch_size=batch)
+        high = dict(gamma=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1)
+        high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1)
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
@@ -290,7 +292,8 @@ def next_kl_coef(coef: float, kl: float, target: float) -> float:
 def lr_at(step: int, knots) -> float:
     """The learning rate at `step`: linear between "step:rate" knots, constant outside them; a bare rate is constant."""
     try:
-        steps, rates = zip(*((float(x) for x in f"0:{knot}".split(":")[-2:]) for knot in knots), strict=True)
+        pairs = ((knot if ":" in knot else f"0:{knot}").split(":") for knot in knots)
+        steps, rates = zip(*(map(float, pair) for pair in pairs), strict=True)
     except ValueError:
         steps, rates = (0,), (-1,)
     if sorted(set(steps)) != list(steps) or not all(0 <= rate < 1e9 for rate in rates):
@@ -307,7 +310,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     """
     args.validate()
     device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
-    torch.manual_seed(args.seed)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(args.seed)
     envs = make_envs(args, "training", args.num_envs) if own else envs
     T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     autoreset = envs.metadata.get("autoreset_mode")
@@ -629,6 +633,8 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
         return None
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
+        if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
+            raise ValueError
         saved = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: a hostile file runs no code
         script, before, known = saved["script"], saved["args"], saved["args"].keys() == vars(args).keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything

@@ -100,12 +100,12 @@ def test_procgen_stack_and_reset():
 def test_procgen_state_round_trip():
     """A restored env goes on bit for bit; damaged states are refused before Procgen's C++ sees them."""
     rng = np.random.default_rng(2)
-    envs = procgen("coinrun")
+    envs = procgen("bigfish")
     for _ in range(50):
         envs.step(rng.integers(15, size=4))
-    state, actions = envs.get_state(), rng.integers(15, size=(200, 4))
+    state, actions = envs.get_state(), rng.integers(15, size=(400, 4))
     one = [envs.step(action) for action in actions]
-    other = procgen("coinrun", seed=99)
+    other = procgen("bigfish", seed=99)
     other.set_state(state)
     two = [other.step(action) for action in actions]
     for (obs1, reward1, ended1, _, info1), (obs2, reward2, ended2, _, info2) in zip(one, two, strict=True):

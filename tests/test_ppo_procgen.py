@@ -196,6 +196,7 @@ def reference_update(envs, args, agent, optimizer, kl_coef):
                     episode_gae(reward[rows, n], value[rows, n].tolist(), bootstrap, args.gamma, args.gae_lambda),
                     dtype=torch.float64,
                 )
+                start = t + 1
     target = (advantage + value[:T])[valid]
     advantage = advantage[valid]
     advantage = (advantage - advantage.mean()) / advantage.std(correction=0)
@@ -349,7 +350,7 @@ def test_true_returns(autoreset):
     envs = FakeVecEnv(script, autoreset)
     episodes, over, games = Episodes(2), np.zeros(2, bool), []
     envs.reset()
-    for _ in range(8):
+    for _ in range(10):
         _, reward, ended, cut, info = envs.step(np.zeros(2, np.int64))
         valid = ~over | (autoreset == SAME_STEP)
         over = ended | cut
@@ -418,9 +419,9 @@ def test_learns_the_rewarded_action(tmp_path):
     """A task that a random policy scores 0.25 on; a wrong sign, mask or shift keeps it there."""
     envs = FakeVecEnv([[(np.zeros(9, np.float32), "terminated")]] * 8, NEXT_STEP, learn=True)
     options = dict(
-        num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=("2e-3",), gamma=0.5, channels=(8, 8, 8)
+        num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=("4e-3",), gamma=0.5, channels=(8, 8, 8)
     )
-    metrics, _ = run(tmp_path, envs, iterations=40, **options)
+    metrics, _ = run(tmp_path, envs, iterations=50, **options)
     assert metrics["episode/return"] / 9 > 0.9
 
 
@@ -530,3 +531,23 @@ def test_compile_matches_eager(tmp_path):
     assert weights[0].keys() == weights[1].keys()
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign, learns", [(1, True), (-1, False)])
+def test_learns_a_real_game(tmp_path, monkeypatch, sign, learns):
+    """One level of starpilot, narrow network, 61,440 steps: far above random play; with the sign flipped, not.
+
+    Seen: random play 0.3 +- 0.04, trained 5.8 +- 0.2, on two cores in 100 s.
+    """
+    real, threshold = ppo_procgen.ppo_terms, 3.0
+    monkeypatch.setattr(ppo_procgen, "ppo_terms", lambda *rows: real(*rows[:3], sign * rows[3], *rows[4:]))
+    options = dict(env_id="starpilot", num_levels=1, stack="none", channels=(8, 16, 16), num_envs=32, num_steps=64)
+    options |= dict(minibatch_size=512, total_timesteps=61_440, lr=("1e-3",), eval_episodes=100, quiet=True)
+    args = Args(**options, run_dir=str(tmp_path), run_name="run")
+    torch.manual_seed(0)
+    random_agent = Agent((3, 64, 64), 15, (8, 16, 16))
+    random_split = ppo_procgen.evaluate_splits(random_agent, args)["train"]
+    assert random_split["mean"] + 5 * random_split["stderr"] < threshold
+    split = train(args)["eval"]["train"]
+    assert (split["mean"] - 2 * split["stderr"] > threshold) == learns, split["mean"]
