@@ -381,8 +381,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             unexplained, variance = advantages[mask].var().item(), targets[mask].var().item()
             advantages = advantages - advantages[mask].mean()
             advantages = advantages / advantages[mask].std(correction=0).clamp(min=1e-4)  # RLlib's floor
-            rows = (observations, actions, advantages, targets, all_logits, values[:T], valid)
-            rows = [x.to(device).flatten(0, 1) for x in rows]
+            # Rows, in the order in which ppo_terms takes them
+            batch = (observations, actions, advantages, targets, all_logits, values[:T], valid)
+            batch = [x.to(device).flatten(0, 1) for x in batch]
             run.lap("policy")
 
             # Update: one permutation, cut into minibatches once, their order drawn anew each epoch
@@ -391,10 +392,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             minibatches = torch.randperm(args.batch_size, device=device).split(args.minibatch_size)
             for epoch in range(args.update_epochs):
                 for m in torch.randperm(num_minibatches).tolist():
-                    count = rows[-1][minibatches[m]].sum().clamp(min=1)
+                    count = batch[-1][minibatches[m]].sum().clamp(min=1)
                     optimizer.zero_grad()
                     for i in minibatches[m].split(micro_batch):
-                        frames, *old, is_valid = (x[i] for x in rows)
+                        frames, *old, is_valid = (x[i] for x in batch)
                         with autocast:
                             logits, value = network(frames)
                         terms = ppo_terms(logits, value, *old, args.clip, args.vf_clip)
@@ -509,14 +510,22 @@ class Run(contextlib.AbstractContextManager):
         self.start = self.began = self.mark = time.perf_counter()
         self.say = print if not args.quiet else lambda text: None
         self.wandb = __import__("wandb") if args.track else None
-        cpu = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         gpu, git = torch.cuda.get_device_name() if torch.cuda.is_available() else None, None
         with contextlib.suppress(OSError):
             git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
             git = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         names = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror", "envpool", "tyro", "tensorboard")
         versions = {dist.name: dist.version for dist in metadata.distributions() if dist.name in names}
-        config = dict(script=SCRIPT, args=asdict(args), git=git, versions=versions, cpu=cpu[:1], cores=CORES, gpu=gpu)
+        config = dict(
+            script=SCRIPT,
+            args=asdict(args),
+            git=git,
+            versions=versions,
+            cpu=cpu[0].split(": ")[1] if cpu else None,
+            cores=CORES,
+            gpu=gpu,
+        )
         try:
             if not saved and self.folder.exists() and any(self.folder.iterdir()):
                 raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
@@ -584,7 +593,7 @@ class Run(contextlib.AbstractContextManager):
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
         metrics |= self.laps | dict(zip(COLUMNS[3:6], games, strict=False))
         metrics |= {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
-        metrics["time/sps"] = self.args.batch_size / (time.perf_counter() - self.began)
+        metrics["time/sps"] = self.args.batch_size / sum(self.laps.values())  # evaluations and checkpoints do not count
         self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
         row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
         cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))

@@ -258,7 +258,10 @@ def main(argv=None) -> int:
                 return 1
             list_of_results.append(json.loads(done.stdout.splitlines()[-1]))
             show(list_of_results[-1])
-    summary = dict(hardware=hardware(), flags=flags, results=results)
+    revision = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    revision = subprocess.run(revision, capture_output=True, text=True).stdout.strip()
+    command = " ".join(["python", "benchmark/speed.py", *argv])
+    summary = dict(command=command, git=revision, hardware=hardware(), results=results)
     if options.against:
         pairs = list(zip(results["script"], results[options.against], strict=True))
         wall = [ours["sps"] / theirs["sps"] for ours, theirs in pairs]
