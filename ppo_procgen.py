@@ -22,6 +22,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from dataclasses import asdict, dataclass
@@ -39,11 +40,11 @@ try:
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
     from tqdm import tqdm
-except ModuleNotFoundError as error:
+except (ModuleNotFoundError, KeyboardInterrupt) as error:
     if __name__ != "__main__":
         raise
-    print(f"{error}: pip install -r requirements.txt", file=sys.stderr)
-    sys.exit(2)
+    print(f"{error}: pip install -r requirements.txt" if str(error) else "", file=sys.stderr)
+    sys.exit(2 if str(error) else 130)
 
 SCRIPT = "ppo_procgen"
 CORES = len(os.sched_getaffinity(0))
@@ -76,9 +77,9 @@ class UsageError(ValueError):
 
 @dataclass
 class Args:
-    # process: these may differ when a run is resumed or evaluated
-    resume: str = ""  # run folder (or one of its checkpoints) to go on from, with its arguments
-    evaluate: str = ""  # run folder or checkpoint to play without training; writes eval.json beside it
+    # process: this first group may differ when a run is resumed or evaluated (ANEW)
+    resume: str | None = None  # run folder (or one of its checkpoints) to go on from, with its arguments
+    evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count, at most 8
@@ -132,18 +133,28 @@ class Args:
         """Raise UsageError for what would train nothing or train on NaN."""
         batch = self.batch_size
         low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
-        high = dict(gamma=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1)
+        high = dict(gamma=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024, env_threads=1024)
         high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1)
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
-                why = f"must be from {least} to {most}; an iteration is {batch} steps (--num-envs x --num-steps)"
-                raise UsageError(f"--{name.replace('_', '-')} {value}: {why}")
-        if self.resume and self.evaluate:
+                size = " (an iteration, --num-envs x --num-steps)" if batch in (least, most) else ""
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
+        if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
+        if Path(self.run_name).name != self.run_name:
+            raise UsageError(f"--run-name {self.run_name}: must be one folder's name")
         if (self.evaluate or self.eval_every) and not self.eval_episodes:
             raise UsageError("--eval-episodes 0: --evaluate and --eval-every need some")
         lr_at(0, self.lr)
+
+
+ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_dir")]
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """A 31-bit hash: neither neighbouring seeds nor different streams (training, evaluation) share random numbers."""
+    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
 def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
@@ -156,10 +167,8 @@ def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
         raise UsageError(f"--distribution-mode {mode}: {args.env_id} lacks it, only {', '.join(MODES[mode])} have it")
     if mode == "exploration" and any(levels.values()):
         raise UsageError("--num-levels, --start-level: exploration mode has one fixed level")
-    # A hash: neither neighbouring seeds nor training and evaluation share a random stream.
-    seed = np.random.SeedSequence([args.seed, ("training", "train", "test").index(split)]).generate_state(1)[0]
     options = {} if mode == "exploration" or split == "test" else levels
-    options |= dict(env_name=args.env_id, distribution_mode=mode, rand_seed=int(seed >> 1))
+    options |= dict(env_name=args.env_id, distribution_mode=mode, rand_seed=stream_seed(args.seed, split))
     return ProcgenEnvs(STACKS[args.stack], num=num_envs, num_threads=args.env_threads or min(CORES, 8), **options)
 
 
@@ -186,9 +195,12 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         reward, obs, first = self.env.observe()
         return reward, np.ascontiguousarray(obs["rgb"].transpose(0, 3, 1, 2)), first
 
+    def stacked(self):
+        return np.concatenate([self.frames[i] for i in self.shown], axis=1)
+
     def reset(self, *, seed=None, options=None):
         """The present observation: Procgen is seeded when it is made and cannot cut a game short."""
-        return np.concatenate([self.frames[i] for i in self.shown], axis=1), {}
+        return self.stacked(), {}
 
     def step(self, actions):
         self.env.act(actions)
@@ -198,7 +210,10 @@ class ProcgenEnvs(gym.vector.VectorEnv):
             self.frames = [np.where(first[:, None, None, None], frame, old) for old in self.frames]
         infos = self.env.get_info()
         info = {key: np.array([one[key] for one in infos]) for key in infos[0]}
-        return self.reset()[0], reward, first, np.zeros_like(first), info
+        return self.stacked(), reward, first, np.zeros_like(first), info
+
+    def close_extras(self, **kwargs):
+        self.env.close()
 
     def get_state(self) -> dict:
         """Emulators and frames, for a checkpoint; `set_state` goes on from there bit for bit."""
@@ -206,11 +221,12 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         return dict(games=games, frames=frames, sha256=hashlib.sha256(b"".join(games)).hexdigest())
 
     def set_state(self, state: dict):
-        intact = hashlib.sha256(b"".join(state["games"])).hexdigest() == state["sha256"]
-        if not intact or len(state["games"]) != self.num_envs or len(state["frames"]) != len(self.frames):
-            raise UsageError("--resume: damaged environment states in the checkpoint")  # would end the process in C++
-        self.env.callmethod("set_state", state["games"])
-        self.frames = [frame.numpy() for frame in state["frames"]]
+        games, frames = state["games"], [frame.numpy() for frame in state["frames"]]
+        intact = hashlib.sha256(b"".join(games)).hexdigest() == state["sha256"] and len(games) == self.num_envs
+        if not intact or [frame.shape for frame in frames] != [frame.shape for frame in self.frames]:
+            raise UsageError("damaged environment states")  # which would end the process in Procgen's C++
+        self.env.callmethod("set_state", games)
+        self.frames = frames
 
 
 class ResidualBlock(nn.Module):
@@ -247,7 +263,8 @@ class Agent(nn.Module):
     def forward(self, obs):
         x = (obs.to(torch.float32, memory_format=torch.channels_last) - 128) / 255
         x = F.relu(self.hidden(self.features(x)))
-        return self.policy(x).float(), self.value(x).squeeze(-1).float()
+        with torch.autocast(x.device.type, enabled=False):  # bf16 would round a value near 30 to a multiple of 1/8
+            return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
 
 def sample(logits, generator=None):
@@ -296,7 +313,7 @@ def lr_at(step: int, knots) -> float:
         steps, rates = zip(*(map(float, pair) for pair in pairs), strict=True)
     except ValueError:
         steps, rates = (0,), (-1,)
-    if sorted(set(steps)) != list(steps) or not all(0 <= rate < 1e9 for rate in rates):
+    if sorted(set(steps)) != list(steps) or not np.isfinite(steps).all() or not all(0 <= rate < 1e9 for rate in rates):
         raise UsageError(f"--lr {' '.join(knots)}: must be step:rate pairs in order, such as 0:1e-4 1e6:5e-4")
     return float(np.interp(step, steps, rates))
 
@@ -305,11 +322,20 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     """Train (with args.evaluate: only play); returns the last metrics, "run" (the folder) and "eval" (the splits).
 
     envs: any VectorEnv with uint8 (C, H, W) observations, discrete actions and a declared autoreset mode, next-step or
-    same-step; it is neither seeded, evaluated nor closed here. None = Procgen as args say. Raises UsageError, OSError
-    (disk), FloatingPointError (a loss that is not finite), KeyboardInterrupt and SystemExit (checkpoint written).
+    same-step; it is neither seeded, evaluated nor closed here. None = Procgen as args say. With args.resume, the other
+    args must be those of the run: Args(**torch.load(path)["args"]). Raises UsageError, OSError (disk),
+    FloatingPointError (a loss that is not finite), KeyboardInterrupt and SystemExit (checkpoint written).
     """
     args.validate()
     device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
+    if saved and saved["own_envs"] != own:
+        raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
+    if args.resume and saved["step"] >= args.iterations * args.batch_size:
+        if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
+            print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
+            return dict(step=saved["step"], run=str(saved["path"].parent))
+    if args.video:
+        import av  # noqa: F401  (missing, it should say so now and not after the training)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(args.seed)
     envs = make_envs(args, "training", args.num_envs) if own else envs
@@ -326,21 +352,26 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     num_minibatches = args.batch_size // args.minibatch_size
 
     step, kl_coef, metrics, episodes, over, (obs, _) = 0, args.kl_coef, {}, Episodes(N), np.zeros(N, bool), envs.reset()
-    if saved:
-        step, kl_coef = saved["step"], saved["kl_coef"]
-        agent.load_state_dict(saved["agent"])
-        optimizer.load_state_dict(saved["optimizer"])
-        if saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
+    try:
+        if saved:
+            step, kl_coef = saved["step"], saved["kl_coef"]
+            agent.load_state_dict(saved["agent"])
+            optimizer.load_state_dict(saved["optimizer"])
+        if args.resume and saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
             envs.set_state(saved["envs"])
             obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
-        set_rng_state(saved["rng"])
+        if args.resume:
+            set_rng_state(saved["rng"], device)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
     if args.evaluate:
         return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
 
     def state():  # all that the next iteration depends on
-        now = dict(step=step, kl_coef=kl_coef, agent=agent.state_dict(), optimizer=optimizer.state_dict())
+        now = dict(own_envs=own, step=step, kl_coef=kl_coef, agent=agent.state_dict(), optimizer=optimizer.state_dict())
         now |= dict(envs=envs.get_state() if hasattr(envs, "get_state") else None, episodes=episodes.state())
-        return copy.deepcopy(now | dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), rng=get_rng_state()))
+        now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), rng=get_rng_state(device))
+        return copy.deepcopy(now)
 
     @torch.no_grad()
     def act(frames):
@@ -354,18 +385,19 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     all_logits, values = torch.zeros(T, N, A, device=device), torch.zeros(T + 1, N, device=device)
     rewards, terminated, done, valid = (torch.zeros(T, N) for _ in range(4))
 
-    with Run(args, saved, agent, f"{device}, micro-batch {micro_batch}") as run:
+    with Run(args, saved, agent, device, micro_batch) as run:
         while run.goes_on(step, state):
             # Rollout
             for t in range(T):
                 observations[t] = torch.from_numpy(obs)  # the one copy to the device
-                valid[t] = torch.from_numpy(~over | same_step)
+                is_valid = ~over | same_step
+                valid[t] = torch.from_numpy(is_valid)
                 all_logits[t], values[t] = act(observations[t])
                 actions[t] = sample(all_logits[t])
                 action = actions[t].cpu().numpy()
                 run.lap("policy")
                 obs, reward, ended, cut, info = envs.step(action)
-                run.games += episodes.step(reward, ended | cut, ~over | same_step, info)
+                run.games += episodes.step(reward, ended | cut, is_valid, info)
                 over = ended | cut
                 rewards[t], terminated[t], done[t] = map(torch.from_numpy, (np.float32(reward), ended, over))
                 for i in np.flatnonzero(cut & ~ended & same_step):  # obs is the next game's: bootstrap here
@@ -399,7 +431,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         with autocast:
                             logits, value = network(frames)
                         terms = ppo_terms(logits, value, *old, args.clip, args.vf_clip)
-                        terms = (terms * is_valid).sum(1) / count  # this piece's share of the minibatch's means
+                        terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
                         loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2] + kl_coef * terms[3]
                         loss.backward()
                         stats[epoch, m, :-1] += terms.detach()
@@ -458,10 +490,10 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
         if film is not None and not played[0]:
             film.append(obs[0, -3:].transpose(1, 2, 0))
         logits, _ = agent(torch.from_numpy(obs).to(device))
-        action, valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
+        action, is_valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
         obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
         over = ended | cut
-        for *result, _, env in episodes.step(reward, over, valid, info):
+        for *result, _, env in episodes.step(reward, over, is_valid, info):
             if played[env] < games:
                 results.append(result)
                 played[env] += 1
@@ -469,27 +501,33 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
 
 
 def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
-    """Play at least args.eval_episodes games on each split; with `folder`, write its eval.json (and film) too."""
-    splits, mode, games = {}, args.distribution_mode, -(-args.eval_episodes // 64)
-    # With unlimited levels both splits would be one distribution; exploration mode has its training level only.
-    for name in ("train",) if mode == "exploration" else ("train", "test") if args.num_levels else ("test",):
-        envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
-        returns, lengths = evaluate(agent, envs, games, args.seed, args.greedy, film)
-        mean, stderr = float(np.mean(returns)), float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
-        scales = dict(easy=dict(procgen=0, competition=0), hard=dict(procgen=2)).get(mode, {})
-        ends = {scale: RANGES[args.env_id][i : i + 2] for scale, i in scales.items()}
-        score = {scale: (mean - blind) / (best - blind) for scale, (blind, best) in ends.items()}
-        splits[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=score)
-        if film:
-            import imageio.v3 as imageio
+    """Play at least args.eval_episodes games on each split; with `folder`, write its eval.json (and films) too.
 
-            (folder / "video").mkdir(exist_ok=True)
-            large = np.stack(film).repeat(4, 1).repeat(4, 2)
-            imageio.imwrite(folder / "video" / f"{name}.mp4", large, plugin="pyav", fps=15, codec="libx264")
+    Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
+    """
+    splits, films, mode, games = {}, {}, args.distribution_mode, -(-args.eval_episodes // 64)
+    names = ["train", "test"] if args.num_levels else ["test"]  # with unlimited levels both are one distribution
+    for name in names if mode != "exploration" else ["train"]:  # which has the training level only
+        envs = make_envs(args, name, -(-args.eval_episodes // games))
+        film = films[name] = [] if folder and args.video else None
+        returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
+        envs.close()
+        mean, n = float(np.mean(returns)), len(returns)
+        stderr = float(np.std(returns, ddof=1)) / n**0.5 if n > 1 else None
+        blind, best = RANGES[args.env_id][2 * (mode == "hard") :][:2]
+        score = (mean - blind) / (best - blind)  # the competition's ranges are the paper's authors' of easy mode
+        score = dict(easy=dict(procgen=score, competition=score), hard=dict(procgen=score)).get(mode, {})
+        splits[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=score)
         if folder:
-            print(f"{name}: return {mean:.2f} +- {stderr:.2f} (s.e., {len(returns)} games), normalized {score}")
+            print(f"{name}: return {mean:.2f} (s.e. {stderr or np.nan:.2f}, {n} games), normalized {score}", flush=True)
     if folder:
         write_atomically(folder / "eval.json", json.dumps(header | dict(splits=splits), indent=1).encode())
+    for name, film in films.items() if folder and args.video else ():
+        import imageio.v3 as imageio
+
+        (folder / "video").mkdir(exist_ok=True)
+        large = np.stack(film).repeat(2, 1).repeat(2, 2)
+        imageio.imwrite(folder / "video" / f"{name}.mp4", large, plugin="pyav", fps=15, codec="libx264")
     return splits
 
 
@@ -500,54 +538,47 @@ class Run(contextlib.AbstractContextManager):
     and when Ctrl-C or SIGTERM leaves the `with` block: the unfinished iteration is dropped and nothing else.
     """
 
-    def __init__(self, args: Args, saved: dict | None, agent: nn.Module, hardware: str):
+    def __init__(self, args: Args, saved: dict | None, agent: nn.Module, device: torch.device, micro_batch: int):
         name = args.run_name or f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.args, self.folder = args, saved["path"].parent if saved else Path(args.run_dir, name)
         self.first, self.best, self.recent = 0, -np.inf, []
         if saved:
             self.first, self.best, self.recent = saved["step"], saved["best"], saved["recent"]
-        self.total, self.games, self.written, self.laps = args.iterations * args.batch_size, [], -np.inf, {}
-        self.start = self.began = self.mark = time.perf_counter()
-        self.say = print if not args.quiet else lambda text: None
+        self.total, self.written = args.iterations * args.batch_size, -np.inf
+        self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
+        self.start = self.mark = time.perf_counter()
+        config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
         self.wandb = __import__("wandb") if args.track else None
-        cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        gpu, git = torch.cuda.get_device_name() if torch.cuda.is_available() else None, None
-        with contextlib.suppress(OSError):
-            git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-            git = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        names = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror", "envpool", "tyro", "tensorboard")
-        versions = {dist.name: dist.version for dist in metadata.distributions() if dist.name in names}
-        config = dict(
-            script=SCRIPT,
-            args=asdict(args),
-            git=git,
-            versions=versions,
-            cpu=cpu[0].split(": ")[1] if cpu else None,
-            cores=CORES,
-            gpu=gpu,
-        )
         try:
             if not saved and self.folder.exists() and any(self.folder.iterdir()):
                 raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
+            if self.wandb:
+                try:
+                    self.wandb.init(id=self.folder.name, resume="allow", config=asdict(args))
+                except Exception as error:  # of wandb's own kinds: no key, no network
+                    raise UsageError(f"--track: {error}") from None
             self.folder.mkdir(parents=True, exist_ok=True)
+            rows = [row.split(",") for row in table.read_text().splitlines()[1:]] if saved and table.exists() else []
+            rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= self.first]
+            write_atomically(table, "".join(",".join(row) + "\n" for row in [COLUMNS, *rows]).encode())
             write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
-            rows = (self.folder / "metrics.csv").read_text().splitlines()[1:] if saved else []
-            rows = [row for row in rows if row.count(",") == len(COLUMNS) - 1 and int(row.split(",")[0]) <= self.first]
-            write_atomically(self.folder / "metrics.csv", "\n".join([",".join(COLUMNS), *rows, ""]).encode())
-            self.csv = open(self.folder / "metrics.csv", "a")
+            self.csv = open(table, "a")
             options = dict(purge_step=self.first + 1 if saved else None, flush_secs=10**9)  # `log` flushes
             self.tensorboard = SummaryWriter(self.folder, **options)
             self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(args).items()))
         except OSError as error:
             raise UsageError(f"--run-dir: cannot write {self.folder}: {error.strerror}") from None
-        if self.wandb:
-            self.wandb.init(id=self.folder.name, dir=self.folder, resume="allow", config=asdict(args))
         threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or min(CORES, 8)} env threads"
         weights = sum(parameter.numel() for parameter in agent.parameters())
-        steps = f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from step {self.first:,}"
-        self.say(f"{SCRIPT} {args.env_id}: {hardware}, {threads}, {weights:,} weights\n{steps}; {self.folder}")
+        self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights:,} weights")
+        steps = f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps"
+        self.say(f"{steps}, from step {self.first:,}; {self.folder}")
         bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=args.quiet or not sys.stderr.isatty())
         self.bar = tqdm(total=self.total, initial=self.first, **bar)
+
+    def say(self, text: str):
+        if not self.args.quiet:
+            print(text, flush=True)
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
@@ -557,12 +588,15 @@ class Run(contextlib.AbstractContextManager):
         with contextlib.suppress(OSError):  # of a full disk, which was reported before
             self.csv.close()
             self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
 
     def goes_on(self, step: int, state) -> bool:
         """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""
         now, mean = time.perf_counter(), float(np.mean(self.recent)) if len(self.recent) >= 20 else -np.inf
         better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
-        late = 0 < 60 * self.args.max_minutes < 2 * now - self.began - self.start and step > self.first
+        # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
+        late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
         self.best = mean if better else self.best
         header = dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
         self.state = header | state()
@@ -572,10 +606,10 @@ class Run(contextlib.AbstractContextManager):
             self.write("checkpoint.pt")
             self.written = now
         if late or self.completed:
-            self.say(
-                f"{'finished' if self.completed else 'out of time'} at step {step:,} of {self.total:,}: {self.folder}"
-            )
-        self.began = self.mark = now
+            self.bar.close()
+            end = "finished" if self.completed else "out of time"
+            self.say(f"{end} at step {step:,} of {self.total:,}: {self.folder}")
+        self.mark = time.perf_counter()
         return not (late or self.completed)
 
     def write(self, name: str):
@@ -586,14 +620,15 @@ class Run(contextlib.AbstractContextManager):
         """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`."""
         now, name = time.perf_counter(), f"time/{phase}_s"
         self.laps[name], self.mark = self.laps.get(name, 0.0) + now - self.mark, now
-        self.bar.update(steps)
+        self.bar.update(min(steps, self.bar.total - self.bar.n))
 
     def log(self, step: int, metrics: dict) -> dict:
         """Add what every script logs and write one row; what is missing or None is an empty cell."""
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
         metrics |= self.laps | dict(zip(COLUMNS[3:6], games, strict=False))
         metrics |= {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
-        metrics["time/sps"] = self.args.batch_size / sum(self.laps.values())  # evaluations and checkpoints do not count
+        self.spent = sum(self.laps.values())
+        metrics["time/sps"] = self.args.batch_size / self.spent  # evaluations and checkpoints do not count
         self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
         row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
         cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
@@ -605,6 +640,7 @@ class Run(contextlib.AbstractContextManager):
         if self.wandb:
             self.wandb.log(row, step=step)
         score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
+        self.bar.n = step
         self.bar.set_postfix_str(f"return {score:.5}")
         if self.bar.disable:
             self.say(f"step {step:,}  return {score:.5}  {row['time/sps']:,.0f} steps/s  {left:.0f} min left")
@@ -616,6 +652,7 @@ def choose_device(args: Args) -> torch.device:
     try:
         device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
         torch.zeros(1, device=device)
+        assert device.type in ("cpu", "cuda"), "not a device to train on"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {args.device}: {reason}; it is auto, cpu, cuda or cuda:N") from None
@@ -623,23 +660,38 @@ def choose_device(args: Args) -> torch.device:
     return device
 
 
-def get_rng_state() -> tuple:
+def provenance(device) -> dict:
+    """What a result depends on beside its arguments: revision, versions, hardware."""
+    command, git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"], None
+    with contextlib.suppress(OSError):
+        git = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    names = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror", "envpool", "tyro", "tensorboard")
+    versions = {dist.name: dist.version for dist in metadata.distributions() if dist.name in names}
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return dict(git=git, versions=versions, cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu)
+
+
+def get_rng_state(device) -> tuple:
     name, keys, *rest = np.random.get_state()
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all(), random.getstate(), (name, keys.tolist(), *rest)
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda, random.getstate(), (name, keys.tolist(), *rest)
 
 
-def set_rng_state(state: tuple):
+def set_rng_state(state: tuple, device):
     torch.set_rng_state(state[0])
-    torch.cuda.set_rng_state_all(state[1][: torch.cuda.device_count()])
+    if device.type == "cuda" and state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
     random.setstate(state[2])
     np.random.set_state(state[3])
 
 
 def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     """What args resume or evaluate, with its "path"; strict: refuse args that contradict it. None = a new run."""
-    path = Path(args.resume or args.evaluate)
-    if not (args.resume or args.evaluate):
+    source = args.evaluate if args.resume is None else args.resume
+    if source is None:
         return None
+    path = Path(source or "(empty)")
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
         if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
@@ -650,10 +702,13 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
         raise UsageError(f"{path}: no readable checkpoint ({type(error).__name__}); is there a best.pt?") from None
     if script != SCRIPT or not known:
         raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
-    fixed = list(before)[list(before).index("run_dir") :] if strict else ()
-    for name, old, new in ((name, before[name], getattr(args, name)) for name in fixed):
-        if new != old:
+    for name, old in before.items() if strict else ():
+        new = getattr(args, name)
+        if name not in ANEW and new != old:
             raise UsageError(f"--{name.replace('_', '-')} {new}: the run has {old}; only a new run can change it")
+    newest = path.with_name("checkpoint.pt")
+    if args.resume and path != newest and newest.exists():
+        raise UsageError(f"--resume {path}: would overwrite {newest}, move that away first")
     return saved | dict(path=path)
 
 
@@ -675,14 +730,12 @@ def main(argv=None) -> int:
     """The command line: 0 done, 2 bad usage, 1 failure, 130 after Ctrl-C, 143 after SIGTERM."""
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        threading.excepthook = lambda hook: None  # TensorBoard's writer thread: its error is raised again in this one
         args = tyro.cli(Args, args=argv, description=__doc__.split("\n\nPPO:")[0])
         if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
             before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
             args = tyro.cli(Args, args=argv, default=Args(**before))
-        if args.resume and saved["step"] >= args.iterations * args.batch_size:
-            print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
-        else:
-            train(args)
+        train(args)
         return 0
     except KeyboardInterrupt:
         return 130
@@ -692,6 +745,11 @@ def main(argv=None) -> int:
         mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
         print(f"{SCRIPT}.py: {error}{mend}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | ImportError) else 1
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        print(f"{SCRIPT}.py: out of memory: reduce --num-envs, --num-steps or --micro-batch", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
