@@ -50,11 +50,11 @@ SCRIPT = "ppo_procgen"
 CORES = len(os.sched_getaffinity(0))
 # fmt: off
 RANGES = {  # return of a blind agent and the best one, easy then hard (constants.py of OpenAI's train-procgen)
-    "bigfish": (1, 40, 0, 40), "bossfight": (0.5, 13, 0.5, 13), "caveflyer": (3.5, 12, 2, 13.4),
-    "chaser": (0.5, 13, 0.5, 14.2), "climber": (2, 12.6, 1, 12.6), "coinrun": (5, 10, 5, 10),
-    "dodgeball": (1.5, 19, 1.5, 19), "fruitbot": (-1.5, 32.4, -0.5, 27.2), "heist": (3.5, 10, 2, 10),
-    "jumper": (1, 10, 1, 10), "leaper": (1.5, 10, 1.5, 10), "maze": (5, 10, 4, 10), "miner": (1.5, 13, 1.5, 20),
-    "ninja": (3.5, 10, 2, 10), "plunder": (4.5, 30, 3, 30), "starpilot": (2.5, 64, 1.5, 35),
+    "bigfish": (1, 40, 0, 40), "bossfight": (0.5, 13, 0.5, 13), "caveflyer": (3.5, 12, 2, 13.4), "maze": (5, 10, 4, 10),
+    "chaser": (0.5, 13, 0.5, 14.2), "climber": (2, 12.6, 1, 12.6), "coinrun": (5, 10, 5, 10), "heist": (3.5, 10, 2, 10),
+    "dodgeball": (1.5, 19, 1.5, 19), "fruitbot": (-1.5, 32.4, -0.5, 27.2), "jumper": (1, 10, 1, 10),
+    "leaper": (1.5, 10, 1.5, 10), "miner": (1.5, 13, 1.5, 20), "ninja": (3.5, 10, 2, 10), "plunder": (4.5, 30, 3, 30),
+    "starpilot": (2.5, 64, 1.5, 35),
 }
 MODES = {  # the games that have this mode; for another one Procgen's C++ would end the process
     "exploration": ("caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"),
@@ -64,9 +64,9 @@ MODES = {  # the games that have this mode; for another one Procgen's C++ would 
 STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # which of the kept frames, oldest first, are shown
 TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/kl", "train/approx_kl", "train/clip_frac")
 COLUMNS = (
-    "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/level_complete",
-    "eval/return_train", "eval/return_test", *TERMS, "train/grad_norm", "train/kl_coef", "train/explained_variance",
-    "train/lr", "train/valid_frac", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
+    "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/level_complete", *TERMS,
+    "train/grad_norm", "train/kl_coef", "train/explained_variance", "train/lr", "train/valid_frac", "eval/return_train",
+    "eval/return_test", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
 )
 # fmt: on
 
@@ -133,6 +133,7 @@ class Args:
         """Raise UsageError for what would train nothing or train on NaN."""
         batch = self.batch_size
         low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
+        low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
         high = dict(gamma=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024, env_threads=1024)
         high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1)
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
@@ -142,10 +143,6 @@ class Args:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
-        if Path(self.run_name).name != self.run_name:
-            raise UsageError(f"--run-name {self.run_name}: must be one folder's name")
-        if (self.evaluate or self.eval_every) and not self.eval_episodes:
-            raise UsageError("--eval-episodes 0: --evaluate and --eval-every need some")
         lr_at(0, self.lr)
 
 
@@ -188,8 +185,6 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.frames = [self.newest()[1]] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
 
     def newest(self):
         reward, obs, first = self.env.observe()
@@ -334,8 +329,6 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
             print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
             return dict(step=saved["step"], run=str(saved["path"].parent))
-    if args.video:
-        import av  # noqa: F401  (missing, it should say so now and not after the training)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(args.seed)
     envs = make_envs(args, "training", args.num_envs) if own else envs
@@ -347,6 +340,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     agent = Agent(obs_shape, A, args.channels, args.pool).to(device)
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+    forward = autocast(lambda frames: network(torch.as_tensor(frames, device=device)))  # -> logits (B, A), value (B,)
+    act = torch.no_grad()(forward)
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps)
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = args.batch_size // args.minibatch_size
@@ -369,14 +364,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
     def state():  # all that the next iteration depends on
         now = dict(own_envs=own, step=step, kl_coef=kl_coef, agent=agent.state_dict(), optimizer=optimizer.state_dict())
-        now |= dict(envs=envs.get_state() if hasattr(envs, "get_state") else None, episodes=episodes.state())
         now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), rng=get_rng_state(device))
+        now |= dict(episodes=(N, episodes.returns.tolist(), episodes.lengths.tolist()))
+        now |= dict(envs=envs.get_state() if hasattr(envs, "get_state") else None)
         return copy.deepcopy(now)
-
-    @torch.no_grad()
-    def act(frames):
-        with autocast:
-            return network(torch.as_tensor(frames, device=device))
 
     # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
     # autoreset the row after an end is no transition, its action is ignored: valid_t = not done_t masks the losses.
@@ -428,9 +419,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     optimizer.zero_grad()
                     for i in minibatches[m].split(micro_batch):
                         frames, *old, is_valid = (x[i] for x in batch)
-                        with autocast:
-                            logits, value = network(frames)
-                        terms = ppo_terms(logits, value, *old, args.clip, args.vf_clip)
+                        terms = ppo_terms(*forward(frames), *old, args.clip, args.vf_clip)
                         terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
                         loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2] + kl_coef * terms[3]
                         loss.backward()
@@ -462,9 +451,6 @@ class Episodes:
 
     def __init__(self, num_envs: int, returns=0.0, lengths=0):
         self.returns, self.lengths = np.full(num_envs, returns, np.float64), np.full(num_envs, lengths, np.int64)
-
-    def state(self) -> tuple:
-        return len(self.returns), self.returns.tolist(), self.lengths.tolist()
 
     def step(self, reward, over, valid, info) -> list:
         """Add a step of all envs, each (N,); returns the games it ended: (return, length, level complete, env)."""
@@ -505,11 +491,10 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
 
     Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
     """
-    splits, films, mode, games = {}, {}, args.distribution_mode, -(-args.eval_episodes // 64)
+    splits, mode, games = {}, args.distribution_mode, -(-args.eval_episodes // 64)
     names = ["train", "test"] if args.num_levels else ["test"]  # with unlimited levels both are one distribution
     for name in names if mode != "exploration" else ["train"]:  # which has the training level only
-        envs = make_envs(args, name, -(-args.eval_episodes // games))
-        film = films[name] = [] if folder and args.video else None
+        envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
         returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
         envs.close()
         mean, n = float(np.mean(returns)), len(returns)
@@ -520,14 +505,13 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
         splits[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=score)
         if folder:
             print(f"{name}: return {mean:.2f} (s.e. {stderr or np.nan:.2f}, {n} games), normalized {score}", flush=True)
-    if folder:
-        write_atomically(folder / "eval.json", json.dumps(header | dict(splits=splits), indent=1).encode())
-    for name, film in films.items() if folder and args.video else ():
-        import imageio.v3 as imageio
+            write_atomically(folder / "eval.json", json.dumps(header | dict(splits=splits), indent=1).encode())
+        if film:
+            import imageio.v3 as imageio
 
-        (folder / "video").mkdir(exist_ok=True)
-        large = np.stack(film).repeat(2, 1).repeat(2, 2)
-        imageio.imwrite(folder / "video" / f"{name}.mp4", large, plugin="pyav", fps=15, codec="libx264")
+            (folder / "video").mkdir(exist_ok=True)
+            film = np.stack(film).repeat(2, 1).repeat(2, 2)
+            imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
     return splits
 
 
@@ -541,44 +525,38 @@ class Run(contextlib.AbstractContextManager):
     def __init__(self, args: Args, saved: dict | None, agent: nn.Module, device: torch.device, micro_batch: int):
         name = args.run_name or f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.args, self.folder = args, saved["path"].parent if saved else Path(args.run_dir, name)
-        self.first, self.best, self.recent = 0, -np.inf, []
-        if saved:
-            self.first, self.best, self.recent = saved["step"], saved["best"], saved["recent"]
+        kept = saved or dict(step=0, best=-np.inf, recent=[])
+        self.first, self.best, self.recent = kept["step"], kept["best"], kept["recent"]
         self.total, self.written = args.iterations * args.batch_size, -np.inf
         self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
         self.start = self.mark = time.perf_counter()
         config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
-        self.wandb = __import__("wandb") if args.track else None
+        self.say = (lambda text: None) if args.quiet else lambda text: print(text, flush=True)
         try:
             if not saved and self.folder.exists() and any(self.folder.iterdir()):
                 raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
-            if self.wandb:
-                try:
-                    self.wandb.init(id=self.folder.name, resume="allow", config=asdict(args))
-                except Exception as error:  # of wandb's own kinds: no key, no network
-                    raise UsageError(f"--track: {error}") from None
+            if args.track:
+                import wandb
+
+                wandb.init(id=self.folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
             self.folder.mkdir(parents=True, exist_ok=True)
             rows = [row.split(",") for row in table.read_text().splitlines()[1:]] if saved and table.exists() else []
             rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= self.first]
             write_atomically(table, "".join(",".join(row) + "\n" for row in [COLUMNS, *rows]).encode())
             write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
-            self.csv = open(table, "a")
-            options = dict(purge_step=self.first + 1 if saved else None, flush_secs=10**9)  # `log` flushes
-            self.tensorboard = SummaryWriter(self.folder, **options)
+            self.csv = open(table, "a", buffering=1)  # line by line
+            self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
             self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(args).items()))
-        except OSError as error:
-            raise UsageError(f"--run-dir: cannot write {self.folder}: {error.strerror}") from None
+        except (UsageError, ImportError):
+            raise
+        except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
+            raise UsageError(f"--run-dir or --track: cannot set up {self.folder}: {error}") from None
         threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or min(CORES, 8)} env threads"
-        weights = sum(parameter.numel() for parameter in agent.parameters())
-        self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights:,} weights")
-        steps = f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps"
-        self.say(f"{steps}, from step {self.first:,}; {self.folder}")
+        weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
+        self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
+        self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
         bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=args.quiet or not sys.stderr.isatty())
         self.bar = tqdm(total=self.total, initial=self.first, **bar)
-
-    def say(self, text: str):
-        if not self.args.quiet:
-            print(text, flush=True)
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
@@ -588,8 +566,6 @@ class Run(contextlib.AbstractContextManager):
         with contextlib.suppress(OSError):  # of a full disk, which was reported before
             self.csv.close()
             self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish()
 
     def goes_on(self, step: int, state) -> bool:
         """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""
@@ -598,8 +574,7 @@ class Run(contextlib.AbstractContextManager):
         # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
         late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
         self.best = mean if better else self.best
-        header = dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
-        self.state = header | state()
+        self.state = state() | dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
         if better:
             self.write("best.pt")
         if self.completed or late or now - self.written >= self.args.checkpoint_every:
@@ -607,8 +582,7 @@ class Run(contextlib.AbstractContextManager):
             self.written = now
         if late or self.completed:
             self.bar.close()
-            end = "finished" if self.completed else "out of time"
-            self.say(f"{end} at step {step:,} of {self.total:,}: {self.folder}")
+            self.say(f"{'finished' if self.completed else 'stopped'} at step {step:,} of {self.total:,}: {self.folder}")
         self.mark = time.perf_counter()
         return not (late or self.completed)
 
@@ -626,19 +600,16 @@ class Run(contextlib.AbstractContextManager):
         """Add what every script logs and write one row; what is missing or None is an empty cell."""
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
         metrics |= self.laps | dict(zip(COLUMNS[3:6], games, strict=False))
-        metrics |= {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
-        self.spent = sum(self.laps.values())
-        metrics["time/sps"] = self.args.batch_size / self.spent  # evaluations and checkpoints do not count
+        self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
+        counts = {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
+        metrics |= counts | {"time/sps": self.args.batch_size / self.spent}
         self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
         row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
         cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
         self.csv.write(",".join(cells) + "\n")
-        self.csv.flush()
         for name, value in row.items():
             self.tensorboard.add_scalar(name, value, step)
         self.tensorboard.flush()
-        if self.wandb:
-            self.wandb.log(row, step=step)
         score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
         self.bar.n = step
         self.bar.set_postfix_str(f"return {score:.5}")
@@ -654,22 +625,19 @@ def choose_device(args: Args) -> torch.device:
         torch.zeros(1, device=device)
         assert device.type in ("cpu", "cuda"), "not a device to train on"
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {args.device}: {reason}; it is auto, cpu, cuda or cuda:N") from None
+        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     return device
 
 
 def provenance(device) -> dict:
     """What a result depends on beside its arguments: revision, versions, hardware."""
-    command, git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"], None
-    with contextlib.suppress(OSError):
-        git = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    names = ("torch", "numpy", "gymnasium", "procgen", "procgen-mirror", "envpool", "tyro", "tensorboard")
-    versions = {dist.name: dist.version for dist in metadata.distributions() if dist.name in names}
+    command = "git describe --always --dirty --abbrev=40"  # in a shell, where a missing git is no exception
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    versions = {dist.name: dist.version for dist in metadata.distributions()}
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return dict(git=git, versions=versions, cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu)
+    return dict(git=git or None, versions=versions, cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu)
 
 
 def get_rng_state(device) -> tuple:
@@ -715,15 +683,11 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
 def write_atomically(path: Path, data):
     """Write beside it and rename: at any moment `path` is whole, the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def main(argv=None) -> int:
@@ -737,19 +701,14 @@ def main(argv=None) -> int:
             args = tyro.cli(Args, args=argv, default=Args(**before))
         train(args)
         return 0
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as stop:
-        return stop.code
-    except (UsageError, ImportError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        print(f"{SCRIPT}.py: {error}{mend}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError | ImportError) else 1
-    except RuntimeError as error:
-        if "allocate memory" not in str(error):
+    except (KeyboardInterrupt, SystemExit) as stop:
+        return getattr(stop, "code", 130)
+    except (UsageError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
             raise
-        print(f"{SCRIPT}.py: out of memory: reduce --num-envs, --num-steps or --micro-batch", file=sys.stderr)
-        return 1
+        mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
+        print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | ImportError) else 1
 
 
 if __name__ == "__main__":
