@@ -141,6 +141,24 @@ def test_best_checkpoint(script):
     assert best["step"] == 3 * 64 and best["best"] == means[2] and len(best["recent"]) == 100
 
 
+def test_no_best_checkpoint_in_the_first_hundredth(script, monkeypatch):
+    real = script.module.Run.log
+
+    def log(run, step, metrics):
+        run.games = [(5.0 * step, 1, np.nan, 0)] * 30
+        if step > 5 * 64:
+            raise KeyboardInterrupt
+        return real(run, step, metrics)
+
+    monkeypatch.setattr(script.module.Run, "log", log)
+    for name, total, expected in (("long", 1000 * 64, False), ("short", 20 * 64, True)):
+        args = script.module.Args(run_dir=str(script.path), run_name=name, num_envs=4, num_steps=16, minibatch_size=64)
+        args.channels, args.eval_episodes, args.quiet, args.total_timesteps = (4, 4, 4), 0, True, total
+        with pytest.raises(KeyboardInterrupt):
+            script.module.train(args, FakeVecEnv(random_episodes(4), SAME_STEP))
+        assert (script.path / name / "best.pt").exists() == expected
+
+
 def test_metric_names_are_documented(script):
     """The README's vocabulary is the header of metrics.csv."""
     section = (ROOT / "README.md").read_text().split("## Metrics")[1].split("\n## ")[0]
