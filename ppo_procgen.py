@@ -504,7 +504,8 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
         score = dict(easy=dict(procgen=score, competition=score), hard=dict(procgen=score)).get(mode, {})
         splits[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=score)
         if folder:
-            print(f"{name}: return {mean:.2f} (s.e. {stderr or np.nan:.2f}, {n} games), normalized {score}", flush=True)
+            error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
+            print(f"{name}: return {mean:.2f}{error}, {n} games, normalized {score}", flush=True)
             write_atomically(folder / "eval.json", json.dumps(header | dict(splits=splits), indent=1).encode())
         if film:
             import imageio.v3 as imageio
