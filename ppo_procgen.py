@@ -8,7 +8,8 @@ Unlike a textbook PPO, as in the reference (RLlib 0.8, TensorFlow 1): an adaptiv
 clipped ratio; advantages standardised once a rollout; fixed minibatches, re-ordered each epoch, the remainder unused;
 no gradient clipping; a piecewise-linear learning rate; frames t-3 and t as input; average pooling before a ReLU.
 Departures: the reference's batch of "at least 8,192 steps" came out as 9,600, so 9,600 it is; actions are drawn by a
-race of exponentials (the same law, other random numbers).
+race of exponentials (the same law, other random numbers); PyTorch's Adam adds epsilon after the bias correction,
+TensorFlow's before it (at 1e-8, effect not measured).
 """
 
 import contextlib
@@ -323,7 +324,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     """
     args.validate()
     device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
-    if saved and saved["own_envs"] != own:
+    if saved and saved.get("own_envs", own) != own:
         raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
     if args.resume and saved["step"] >= args.iterations * args.batch_size:
         if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
@@ -365,9 +366,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     def state():  # all that the next iteration depends on
         now = dict(own_envs=own, step=step, kl_coef=kl_coef, agent=agent.state_dict(), optimizer=optimizer.state_dict())
         now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), rng=get_rng_state(device))
-        now |= dict(episodes=(N, episodes.returns.tolist(), episodes.lengths.tolist()))
-        now |= dict(envs=envs.get_state() if hasattr(envs, "get_state") else None)
-        return copy.deepcopy(now)
+        now["episodes"] = (N, episodes.returns.tolist(), episodes.lengths.tolist())
+        return copy.deepcopy(now | dict(envs=envs.get_state() if hasattr(envs, "get_state") else None))
 
     # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
     # autoreset the row after an end is no transition, its action is ignored: valid_t = not done_t masks the losses.
@@ -381,8 +381,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # Rollout
             for t in range(T):
                 observations[t] = torch.from_numpy(obs)  # the one copy to the device
-                is_valid = ~over | same_step
-                valid[t] = torch.from_numpy(is_valid)
+                valid[t] = torch.from_numpy(is_valid := ~over | same_step)
                 all_logits[t], values[t] = act(observations[t])
                 actions[t] = sample(all_logits[t])
                 action = actions[t].cpu().numpy()
@@ -541,9 +540,14 @@ class Run(contextlib.AbstractContextManager):
 
                 wandb.init(id=self.folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
             self.folder.mkdir(parents=True, exist_ok=True)
-            rows = [row.split(",") for row in table.read_text().splitlines()[1:]] if saved and table.exists() else []
-            rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= self.first]
-            write_atomically(table, "".join(",".join(row) + "\n" for row in [COLUMNS, *rows]).encode())
+            lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else []
+            rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
+            rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
+            lines = [
+                COLUMNS,
+                *([row.get(name, "") for name in COLUMNS] for row in rows),
+            ]  # by name: columns may have moved
+            write_atomically(table, "".join(",".join(line) + "\n" for line in lines).encode())
             write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
             self.csv = open(table, "a", buffering=1)  # line by line
             self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
@@ -672,12 +676,11 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     if script != SCRIPT or not known:
         raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
     for name, old in before.items() if strict else ():
-        new = getattr(args, name)
-        if name not in ANEW and new != old:
-            raise UsageError(f"--{name.replace('_', '-')} {new}: the run has {old}; only a new run can change it")
-    newest = path.with_name("checkpoint.pt")
-    if args.resume and path != newest and newest.exists():
-        raise UsageError(f"--resume {path}: would overwrite {newest}, move that away first")
+        if name not in ANEW and getattr(args, name) != old:
+            given = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{given}: the run has {old}; only a new run can change it")
+    if args.resume and path.name != "checkpoint.pt" and path.with_name("checkpoint.pt").exists():
+        raise UsageError(f"--resume {path}: would overwrite the checkpoint.pt beside it, move that away first")
     return saved | dict(path=path)
 
 

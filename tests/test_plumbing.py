@@ -117,9 +117,6 @@ def test_best_checkpoint(script):
     module, returns = script.module, iter([[5.0] * 19, [5.0], [7.0] * 80, [-50.0] * 50])
     episodes, means = [], []
 
-    class Env(FakeVecEnv):
-        pass
-
     run = module.Run.log
 
     def log(self, step, metrics):
@@ -133,7 +130,7 @@ def test_best_checkpoint(script):
     try:
         args = module.Args(run_dir=str(script.path), run_name="b", num_envs=4, num_steps=16, minibatch_size=64)
         args.channels, args.eval_episodes, args.quiet, args.total_timesteps = (4, 4, 4), 0, True, 4 * 64
-        module.train(args, Env(random_episodes(4), SAME_STEP))
+        module.train(args, FakeVecEnv(random_episodes(4), SAME_STEP))
     finally:
         module.Run.log = run
     assert episodes == [19, 20, 100, 100]
@@ -337,6 +334,18 @@ def test_lost_metrics_do_not_stop_a_resume(script):
     (folder / "metrics.csv").unlink()
     assert script.run("--resume", "runs/a", "--total-timesteps", 3 * script.steps, tiny=False) == 0
     assert [row["iteration"] for row in rows(folder)] == ["3"]
+
+
+def test_resume_keeps_columns_by_name(script):
+    """A metrics.csv whose columns stood in another order is not shifted."""
+    folder = script.path / "runs" / "a"
+    script.run("--total-timesteps", 2 * script.steps, "--run-name", "a", "--eval-episodes", 0)
+    before = rows(folder)
+    names = [*list(before[0])[::-1]]
+    lines = [",".join(names), *(",".join(row[name] for name in names) for row in before)]
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    assert script.run("--resume", "runs/a", "--total-timesteps", 3 * script.steps, tiny=False) == 0
+    assert rows(folder)[:2] == before and len(rows(folder)) == 3 and tuple(before[0]) == script.module.COLUMNS
 
 
 def test_resume_with_given_envs(script):
