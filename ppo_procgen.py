@@ -18,6 +18,7 @@ import difflib
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -66,8 +67,8 @@ STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # which of the kep
 TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/kl", "train/approx_kl", "train/clip_frac")
 COLUMNS = (
     "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/level_complete", *TERMS,
-    "train/grad_norm", "train/kl_coef", "train/explained_variance", "train/lr", "train/valid_frac", "eval/return_train",
-    "eval/return_test", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
+    "train/grad_norm", "train/kl_coef", "train/explained_variance", "train/lr", "train/ent_coef", "train/valid_frac",
+    "eval/return_train", "eval/return_test", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
 )
 # fmt: on
 
@@ -107,6 +108,8 @@ class Args:
     start_level: int = 0  # first training level
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 48  # parallel environments
+    shape_reward: bool = False  # r becomes sign(r) (sqrt(|r| + 1) - 1) + 0.001 r, before GAE
+    norm_reward: float = 0  # discount of the returns whose running deviation divides rewards (OpenAI: 0.99); 0 = off
     # optimisation
     num_steps: int = 200  # rollout length an env
     minibatch_size: int = 1024  # rows in one SGD step; what remains of a rollout is unused
@@ -114,18 +117,25 @@ class Args:
     lr: tuple[str, ...] = ("0:1e-4", "5e5:8e-4", "1e6:1e-4", "2e6:5e-4", "3e6:5e-5", "4e6:2e-4", "8e6:3e-5")
     """learning rate: step:rate knots in agent steps, linear between them; or one number"""
     adam_eps: float = 1e-8  # Adam's epsilon
+    weight_decay: float = 0  # adds this times a weight to its gradient (L2)
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
+    reshuffle: bool = False  # cut new minibatches in every epoch (OpenAI), not once a rollout (RLlib)
+    augment: tuple[Literal["flip", "rotate", "crop", "translate", "pad_crop"], ...] = ()  # of frames, in updates only
+    augment_prob: float = 0.3  # of each of these, for a row
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.9  # GAE's lambda
     clip: float = 0.2  # clip range of the probability ratio
     vf_clip: float = 30  # how far the value may move from the old one, in units of return
     vf_coef: float = 0.5  # weight of the value term, which has no 1/2: the 0.5 of OpenAI and CleanRL is 0.25 here
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # over which rows advantages are standardised
+    ent_coef: tuple[str, ...] = ("0.01",)  # weight of the entropy bonus; one number or step:weight knots
     kl_coef: float = 0.2  # first weight of KL(old || new), then adapted to --kl-target; 0 = no penalty
     kl_target: float = 0.01  # KL an iteration, in nats
     channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
     pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
+    input_shift: float = 128  # the network's input is (pixel - this) / 255 (OpenAI: 0)
+    ortho_heads: bool = False  # orthogonal heads, gains 0.01 for the policy and 1 for the value (OpenAI), not Glorot
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
     iterations = property(lambda self: self.total_timesteps // self.batch_size)
@@ -136,7 +146,7 @@ class Args:
         low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
         low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
         high = dict(gamma=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024, env_threads=1024)
-        high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1)
+        high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1, norm_reward=1, augment_prob=1)
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
@@ -144,7 +154,7 @@ class Args:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
-        lr_at(0, self.lr)
+        schedule(0, self.lr, "--lr"), schedule(0, self.ent_coef, "--ent-coef")
 
 
 ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_dir")]
@@ -237,9 +247,9 @@ class ResidualBlock(nn.Module):
 class Agent(nn.Module):
     """IMPALA CNN (fig. 3, right, without the LSTM): uint8 (B, C, H, W) -> logits (B, A) and value (B,), float32."""
 
-    def __init__(self, obs_shape, num_actions: int, channels=(32, 64, 64), pool: str = "avg"):
+    def __init__(self, obs_shape, num_actions: int, channels=(32, 64, 64), pool="avg", shift=128, ortho_heads=False):
         super().__init__()
-        self.pool, widths = pool, (obs_shape[0], *channels)
+        self.pool, self.shift, widths = pool, shift, (obs_shape[0], *channels)
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, channels, strict=False))
         self.blocks = nn.ModuleList(nn.Sequential(ResidualBlock(c), ResidualBlock(c)) for c in channels)
         self.hidden = nn.Linear(self.features(torch.zeros(1, *obs_shape)).shape[1], 256)
@@ -248,6 +258,9 @@ class Agent(nn.Module):
             if isinstance(module, nn.Conv2d | nn.Linear):  # Keras' defaults, as in the reference
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
+        if ortho_heads:
+            nn.init.orthogonal_(self.policy.weight, 0.01)
+            nn.init.orthogonal_(self.value.weight)
         self.to(memory_format=torch.channels_last)
 
     def features(self, x):
@@ -257,7 +270,7 @@ class Agent(nn.Module):
         return F.relu(x.mean((2, 3)) if self.pool == "avg" else x.flatten(1))  # ReLU after the average
 
     def forward(self, obs):
-        x = (obs.to(torch.float32, memory_format=torch.channels_last) - 128) / 255
+        x = (obs.to(torch.float32, memory_format=torch.channels_last) - self.shift) / 255
         x = F.relu(self.hidden(self.features(x)))
         with torch.autocast(x.device.type, enabled=False):  # bf16 would round a value near 30 to a multiple of 1/8
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
@@ -302,16 +315,75 @@ def next_kl_coef(coef: float, kl: float, target: float) -> float:
     return coef * (1.5 if kl > 2 * target else 0.5 if kl < target / 2 else 1.0)
 
 
-def lr_at(step: int, knots) -> float:
-    """The learning rate at `step`: linear between "step:rate" knots, constant outside them; a bare rate is constant."""
+def schedule(step: int, knots, flag: str = "") -> float:
+    """The value at `step`: linear between "step:value" knots, constant outside them; a bare value is constant."""
     try:
         pairs = ((knot if ":" in knot else f"0:{knot}").split(":") for knot in knots)
-        steps, rates = zip(*(map(float, pair) for pair in pairs), strict=True)
+        steps, values = zip(*(map(float, pair) for pair in pairs), strict=True)
     except ValueError:
-        steps, rates = (0,), (-1,)
-    if sorted(set(steps)) != list(steps) or not np.isfinite(steps).all() or not all(0 <= rate < 1e9 for rate in rates):
-        raise UsageError(f"--lr {' '.join(knots)}: must be step:rate pairs in order, such as 0:1e-4 1e6:5e-4")
-    return float(np.interp(step, steps, rates))
+        steps, values = (0,), (-1,)
+    if sorted(set(steps)) != list(steps) or not np.isfinite(steps).all() or not all(0 <= x < 1e9 for x in values):
+        raise UsageError(f"{flag} {' '.join(knots)}: must be step:value pairs in order, such as 0:1e-4 1e6:5e-4")
+    return float(np.interp(step, steps, values))
+
+
+def shaped(reward):
+    """Compress large rewards (Pohlen et al. 2018, arXiv:1805.11593, there for values). In the reference this ran after
+    GAE and so did nothing; here it comes before."""
+    return np.sign(reward) * (np.sqrt(np.abs(reward) + 1) - 1) + 0.001 * reward
+
+
+class RewardNormalizer:
+    """Rewards over the running deviation of their discounted return, clipped to +-10 (VecNormalize of baselines).
+
+    Only divided: to centre rewards would change what is optimal. `state`: running returns (N,), sums of 1, x and x^2.
+    """
+
+    def __init__(self, gamma: float, returns, sums=(1e-4, 0.0, 1e-4)):
+        self.gamma, self.state = gamma, [np.array(returns, np.float64), np.array(sums)]
+
+    def __call__(self, reward, over, valid):
+        """A step of all envs, each (N,); rows that are no transition do not count."""
+        returns, sums = self.state
+        returns[valid] = self.gamma * returns[valid] + reward[valid]
+        sums += valid.sum(), returns[valid].sum(), (returns[valid] ** 2).sum()
+        returns[over] = 0
+        return np.clip(reward / np.sqrt(sums[2] / sums[0] - (sums[1] / sums[0]) ** 2 + 1e-8), -10, 10)
+
+
+def augment(frames, names, prob: float):
+    """Random geometry of square frames: uint8 (B, C, S, S) -> the same. One draw a row: its whole stack moves alike.
+
+    Ranges of the reference, for 64 x 64: flip each axis (actions stay), rotate by up to 20 degrees, crop a side to
+    48 to 64 pixels and resize, translate by up to 8 pixels (wrapping around), pad by 10 (reflected) and crop. Each maps
+    the coordinates `at`, (2, B, S, S), x and y from the centre, that new pixels are read from; these are interpolated.
+    """
+    half = (frames.shape[-1] - 1) / 2
+    line = torch.arange(frames.shape[-1], device=frames.device) - half
+
+    def draw(low, high, axes=2):
+        return torch.empty(axes, len(frames), 1, 1, device=frames.device).uniform_(low, high)
+
+    moves = dict(
+        flip=lambda: at * (2 * draw(0, 2).floor() - 1),
+        rotate=lambda: at * (turn := draw(-math.pi / 9, math.pi / 9, 1)).cos() + at.flip(0) * signs * turn.sin(),
+        crop=lambda: at * (share := draw(3 / 4, 1, 1)) + half * (1 - share) * draw(-1, 1),
+        translate=lambda: (at + half + draw(-8, 9).floor()) % (2 * half + 1) - half,
+        pad_crop=lambda: half - (2 * half - (at + half + draw(-10, 11).floor()).abs()).abs(),
+    )
+    signs = line.new_tensor([-1, 1]).view(2, 1, 1, 1)
+    at = torch.stack(torch.meshgrid(line, line, indexing="xy"))[:, None]
+    for name in reversed(names):
+        at = torch.where(draw(0, 1, 1) < prob, moves[name](), at)
+    grid = at.permute(1, 2, 3, 0) / (half + 0.5)
+    return F.grid_sample(frames.float(), grid, align_corners=False).round().to(torch.uint8)
+
+
+def standardize(x, valid):
+    """Zero mean and unit variance over the valid rows; the others become 0. The floor of the deviation is RLlib's."""
+    x = torch.where(valid > 0, x, 0)
+    x = torch.where(valid > 0, x - x.sum() / valid.sum().clamp(min=1), 0)
+    return x / (x.square().sum() / valid.sum().clamp(min=1)).sqrt().clamp(min=1e-4)
 
 
 def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
@@ -338,21 +410,23 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         raise UsageError(f"--num-envs {N}: given {envs.num_envs} envs with autoreset {autoreset}")
     same_step = autoreset == AutoresetMode.SAME_STEP
-    agent = Agent(obs_shape, A, args.channels, args.pool).to(device)
+    agent = Agent(obs_shape, A, args.channels, args.pool, args.input_shift, args.ortho_heads).to(device)
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
     forward = autocast(lambda frames: network(torch.as_tensor(frames, device=device)))  # -> logits (B, A), value (B,)
     act = torch.no_grad()(forward)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, weight_decay=args.weight_decay)
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = args.batch_size // args.minibatch_size
 
     step, kl_coef, metrics, episodes, over, (obs, _) = 0, args.kl_coef, {}, Episodes(N), np.zeros(N, bool), envs.reset()
+    normalizer = RewardNormalizer(args.norm_reward, [0.0] * N)
     try:
         if saved:
             step, kl_coef = saved["step"], saved["kl_coef"]
             agent.load_state_dict(saved["agent"])
             optimizer.load_state_dict(saved["optimizer"])
+            normalizer = RewardNormalizer(args.norm_reward, *saved["normalizer"])
         if args.resume and saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
             envs.set_state(saved["envs"])
             obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
@@ -366,7 +440,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     def state():  # all that the next iteration depends on
         now = dict(own_envs=own, step=step, kl_coef=kl_coef, agent=agent.state_dict(), optimizer=optimizer.state_dict())
         now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), rng=get_rng_state(device))
-        now["episodes"] = (N, episodes.returns.tolist(), episodes.lengths.tolist())
+        now |= dict(episodes=(N, episodes.returns.tolist(), episodes.lengths.tolist()))
+        now["normalizer"] = [x.tolist() for x in normalizer.state]
         return copy.deepcopy(now | dict(envs=envs.get_state() if hasattr(envs, "get_state") else None))
 
     # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
@@ -389,6 +464,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 obs, reward, ended, cut, info = envs.step(action)
                 run.games += episodes.step(reward, ended | cut, is_valid, info)
                 over = ended | cut
+                reward = shaped(reward) if args.shape_reward else reward
+                reward = normalizer(reward, over, is_valid) if args.norm_reward else reward
                 rewards[t], terminated[t], done[t] = map(torch.from_numpy, (np.float32(reward), ended, over))
                 for i in np.flatnonzero(cut & ~ended & same_step):  # obs is the next game's: bootstrap here
                     rewards[t, i] += args.gamma * act(info["final_obs"][i][None])[1].item()
@@ -401,26 +478,32 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             advantages = gae(rewards, baseline, terminated, done, args.gamma, args.gae_lambda)
             targets = advantages + baseline[:T]
             unexplained, variance = advantages[mask].var().item(), targets[mask].var().item()
-            advantages = advantages - advantages[mask].mean()
-            advantages = advantages / advantages[mask].std(correction=0).clamp(min=1e-4)  # RLlib's floor
+            if args.norm_adv == "rollout":
+                advantages = standardize(advantages, valid)
             # Rows, in the order in which ppo_terms takes them
             batch = (observations, actions, advantages, targets, all_logits, values[:T], valid)
             batch = [x.to(device).flatten(0, 1) for x in batch]
             run.lap("policy")
 
             # Update: one permutation, cut into minibatches once, their order drawn anew each epoch
-            lr = optimizer.param_groups[0]["lr"] = lr_at(step, args.lr)
+            lr, ent_coef = schedule(step, args.lr), schedule(step, args.ent_coef)
+            optimizer.param_groups[0]["lr"] = lr
             stats = torch.zeros(args.update_epochs, num_minibatches, len(TERMS) + 1, device=device)
-            minibatches = torch.randperm(args.batch_size, device=device).split(args.minibatch_size)
             for epoch in range(args.update_epochs):
+                if epoch == 0 or args.reshuffle:
+                    minibatches = torch.randperm(args.batch_size, device=device).split(args.minibatch_size)
                 for m in torch.randperm(num_minibatches).tolist():
-                    count = batch[-1][minibatches[m]].sum().clamp(min=1)
+                    minibatch = [x[minibatches[m]] for x in batch]
+                    count = minibatch[-1].sum().clamp(min=1)
+                    if args.norm_adv == "minibatch":
+                        minibatch[2] = standardize(minibatch[2], minibatch[-1])
+                    if args.augment:
+                        minibatch[0] = augment(minibatch[0], args.augment, args.augment_prob)
                     optimizer.zero_grad()
-                    for i in minibatches[m].split(micro_batch):
-                        frames, *old, is_valid = (x[i] for x in batch)
+                    for frames, *old, is_valid in zip(*(x.split(micro_batch) for x in minibatch), strict=True):
                         terms = ppo_terms(*forward(frames), *old, args.clip, args.vf_clip)
                         terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
-                        loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2] + kl_coef * terms[3]
+                        loss = terms[0] + args.vf_coef * terms[1] - ent_coef * terms[2] + kl_coef * terms[3]
                         loss.backward()
                         stats[epoch, m, :-1] += terms.detach()
                     stats[epoch, m, -1] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
@@ -430,7 +513,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             for name, mean in metrics.items():
                 if not np.isfinite(mean):
                     raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
-            metrics |= {"train/kl_coef": kl_coef, "train/lr": lr, "train/valid_frac": valid.mean().item()}
+            metrics |= {"train/kl_coef": kl_coef, "train/lr": lr, "train/ent_coef": ent_coef}
+            metrics["train/valid_frac"] = valid.mean().item()
             metrics["train/kl"] = stats[-1, :, TERMS.index("train/kl")].mean().item()  # of the last epoch, as in RLlib
             kl_coef = next_kl_coef(kl_coef, metrics["train/kl"], args.kl_target)
             step += args.batch_size
@@ -540,14 +624,12 @@ class Run(contextlib.AbstractContextManager):
 
                 wandb.init(id=self.folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
             self.folder.mkdir(parents=True, exist_ok=True)
-            lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else []
+            lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
             rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
             rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
-            lines = [
-                COLUMNS,
-                *([row.get(name, "") for name in COLUMNS] for row in rows),
-            ]  # by name: columns may have moved
-            write_atomically(table, "".join(",".join(line) + "\n" for line in lines).encode())
+            rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
+            text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
+            write_atomically(table, text.encode())
             write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
             self.csv = open(table, "a", buffering=1)  # line by line
             self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes

@@ -158,7 +158,7 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
                 near = old_value + (value - old_value).clamp(-args.vf_clip, args.vf_clip)
                 value_loss = torch.max((value - target) ** 2, (near - target) ** 2).mean()
                 kl = torch.distributions.kl_divergence(old, policy).mean()
-                loss = -surrogate + args.vf_coef * value_loss - args.ent_coef * policy.entropy().mean()
+                loss = -surrogate + args.vf_coef * value_loss - float(args.ent_coef[0]) * policy.entropy().mean()
                 loss = loss + args.kl_coef * kl
                 optimizer.zero_grad()
                 loss.backward()

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -693,6 +694,40 @@ def test_kill_in_mid_write_keeps_the_old_file(script, monkeypatch):
     monkeypatch.undo()
     script.module.write_atomically(path, b"new")
     assert path.read_bytes() == b"new" and len(list(script.path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments(script):
+    """Killed 20 times and resumed each time, a run ends as one left alone, and its checkpoint is always whole."""
+    iterations, rng = 150, np.random.default_rng(0)
+    flags = ("--checkpoint-every", 0, "--total-timesteps", iterations * script.steps)
+    assert script.run(*flags, "--run-name", "whole") == 0
+    killed, reached, kills = script.path / "runs" / "killed", [], 0
+    while kills < 20:
+        begun = (killed / "checkpoint.pt").exists()
+        argv = ("--resume", killed) if begun else (*flags, "--run-name", "killed")
+        child = multiprocessing.get_context("fork").Process(target=script.run, args=argv, kwargs=dict(tiny=not begun))
+        child.start()
+        while begun and len(rows(killed)) <= reached[-1] and child.is_alive():  # it has come to the point of its death
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.3))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL  # it was alive until then
+        kills += 1
+        if not (killed / "checkpoint.pt").exists():  # before the first one: there is nothing to lose
+            shutil.rmtree(killed, ignore_errors=True)
+            assert not reached
+            continue
+        saved = load(killed)
+        reached.append(saved["step"] // script.steps)
+        table = (killed / "metrics.csv").read_text().splitlines()
+        assert len(table) - 1 >= reached[-1] and (len(reached) < 2 or reached[-1] >= reached[-2])  # nothing lost
+    assert 10 < reached[-1] < iterations and len(set(reached)) > 10
+    assert script.run("--resume", killed, tiny=False) == 0
+    assert timeless(killed) == timeless(script.path / "runs" / "whole")
+    ends = [load(script.path / "runs" / name) for name in ("whole", "killed")]
+    assert same(*({key: end[key] for key in end if key != "args"} for end in ends))
 
 
 def test_given_envs_are_checked(script):

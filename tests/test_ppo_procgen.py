@@ -1,5 +1,6 @@
 """The algorithm of ppo_procgen.py against independent oracles, most of them in float64."""
 
+import dataclasses
 import math
 import time
 
@@ -7,10 +8,26 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, random_episodes
+import tyro
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
 import ppo_procgen
-from ppo_procgen import Agent, Args, Episodes, UsageError, evaluate, gae, lr_at, next_kl_coef, ppo_terms, sample, train
+from ppo_procgen import (
+    Agent,
+    Args,
+    Episodes,
+    RewardNormalizer,
+    UsageError,
+    augment,
+    evaluate,
+    gae,
+    next_kl_coef,
+    ppo_terms,
+    sample,
+    schedule,
+    shaped,
+    train,
+)
 
 SMALL = dict(
     num_envs=4, num_steps=16, minibatch_size=64, update_epochs=1, channels=(4, 4, 4), eval_episodes=0, quiet=True
@@ -107,11 +124,11 @@ def test_lr_schedule():
     knots = Args().lr
     table = {0: 1e-4, 250_000: 4.5e-4, 500_000: 8e-4, 750_000: 4.5e-4, 1_000_000: 1e-4, 2_000_000: 5e-4, 3e6: 5e-5}
     for step, rate in (table | {3_500_000: 1.25e-4, 4e6: 2e-4, 6_000_000: 1.15e-4, 8e6: 3e-5, 99e6: 3e-5}).items():
-        assert lr_at(step, knots) == pytest.approx(rate)
-    assert lr_at(0, ("5e-4",)) == lr_at(10**9, ("5e-4",)) == 5e-4
+        assert schedule(step, knots) == pytest.approx(rate)
+    assert schedule(0, ("5e-4",)) == schedule(10**9, ("5e-4",)) == 5e-4
     for wrong in (("1:2:3x",), ("x",), ("5:1e-4", "2:1e-3"), ("0:-1",), ("0:nan",), ()):
         with pytest.raises(UsageError, match="--lr"):
-            lr_at(0, wrong)
+            schedule(0, wrong, "--lr")
 
 
 def test_sample_follows_softmax():
@@ -219,7 +236,7 @@ def reference_update(envs, args, agent, optimizer, kl_coef):
         entropy = -(logp.exp() * logp).sum(1).mean()
         kl = (old_logp.exp() * (old_logp - logp)).sum(1).mean()
         optimizer.zero_grad()
-        (policy + args.vf_coef * error - args.ent_coef * entropy + kl_coef * kl).backward()
+        (policy + args.vf_coef * error - float(args.ent_coef[0]) * entropy + kl_coef * kl).backward()
         if args.max_grad_norm:
             norm = sum(weight.grad.square().sum() for weight in agent.parameters()) ** 0.5
             for weight in agent.parameters():
@@ -259,7 +276,7 @@ def test_update_equals_float64_reference(tmp_path, autoreset, micro_batch, max_g
 
 
 def forward64(agent, obs):
-    x = F.relu(agent.hidden(agent.features((obs.double() - 128) / 255)))
+    x = F.relu(agent.hidden(agent.features((obs.double() - agent.shift) / 255)))
     return agent.policy(x), agent.value(x).squeeze(-1)
 
 
@@ -373,7 +390,9 @@ def test_advantages_without_spread_are_not_blown_up(tmp_path, monkeypatch):
 def test_defaults_match_reference_table():
     """The final configuration of the competition entry."""
     args, expected = Args(), dict(num_envs=48, num_steps=200, minibatch_size=1024, update_epochs=3, gamma=0.99)
-    expected |= dict(gae_lambda=0.9, clip=0.2, vf_clip=30, vf_coef=0.5, ent_coef=0.01, kl_coef=0.2, kl_target=0.01)
+    expected |= dict(gae_lambda=0.9, clip=0.2, vf_clip=30, vf_coef=0.5, kl_coef=0.2, kl_target=0.01)
+    expected |= dict(ent_coef=("0.01",), shape_reward=False, norm_reward=0, augment=(), weight_decay=0, reshuffle=False)
+    expected |= dict(norm_adv="rollout", input_shift=128, ortho_heads=False)
     expected |= dict(max_grad_norm=0, adam_eps=1e-8, channels=(32, 64, 64), pool="avg", stack="gap", num_levels=0)
     expected |= dict(
         start_level=0, distribution_mode="easy", total_timesteps=8_000_000, batch_size=9600, iterations=833
@@ -390,10 +409,343 @@ def test_advantages_are_standardised_once_over_valid_rows(tmp_path, monkeypatch)
     run(tmp_path, envs, minibatch_size=16)
     valid = ~np.stack([entry[3] for entry in envs.log]).T.reshape(-1)
     advantages = torch.cat([advantage for advantage, _ in rows])
-    kept = advantages[advantages.abs() < 100]  # the garbage rows are far away
+    kept = advantages[advantages != 0]  # rows that are no transition became 0
     assert abs(len(kept) - valid.sum()) <= 1
     assert kept.mean().abs() < 0.05 and (kept.std(correction=0) - 1).abs() < 0.05
     assert any(abs(a.mean()) > 0.05 for a, _ in rows)  # not per minibatch
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def test_shaped_by_hand():
+    values = {0: 0, 3: 1.003, -3: -1.003, 8: 2.008, 0.44: 0.2 + 0.00044, -99: -9.099}
+    np.testing.assert_allclose(shaped(np.array(list(values))), list(values.values()), rtol=1e-12)
+
+
+def test_shaping_comes_before_gae_and_leaves_returns_alone(tmp_path, monkeypatch):
+    """Targets are built from shaped rewards; the logged return stays the game's own score."""
+    seen, real = [], ppo_procgen.gae
+    monkeypatch.setattr(ppo_procgen, "gae", lambda reward, *rest: seen.append(reward.clone()) or real(reward, *rest))
+    envs = FakeVecEnv([[([3.0, 8.0], "terminated")]] * 4, SAME_STEP)
+    metrics, _ = run(tmp_path, envs, shape_reward=True)
+    np.testing.assert_allclose(seen[0][:, 0].numpy(), np.tile([1.003, 2.008], 8), rtol=1e-6)
+    assert metrics["episode/return"] == 11
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_return_normaliser_matches_numpy_loop(seed):
+    """Against all returns kept in a list: divide by the deviation of everything seen so far, this step included."""
+    rng = np.random.default_rng(seed)
+    normalizer, returns, seen = RewardNormalizer(0.9, [0.0] * 3), np.zeros(3), []
+    for _ in range(200):
+        reward, over, valid = rng.normal(2, 5, 3), rng.random(3) < 0.1, rng.random(3) < 0.8
+        got = normalizer(reward, over, valid)
+        for env in range(3):
+            if valid[env]:
+                returns[env] = 0.9 * returns[env] + reward[env]
+                seen.append(returns[env])
+            if over[env]:
+                returns[env] = 0
+        if len(seen) > 30:  # the first estimates also hold the prior's 1e-4 of an observation
+            np.testing.assert_allclose(got, np.clip(reward / np.std(seen), -10, 10), rtol=1e-4)
+    np.testing.assert_allclose(normalizer.state[0], returns)
+
+
+def test_normaliser_clips_and_ignores_wasted():
+    normalizer = RewardNormalizer(0.99, [0.0, 0.0])
+    for _ in range(100):
+        normalizer(np.array([0.1, 1e9]), np.array([False, False]), np.array([True, False]))
+    assert normalizer.state[0][1] == 0 and normalizer.state[1][0] == pytest.approx(100, rel=1e-5)
+    np.testing.assert_array_equal(
+        normalizer(np.array([1e6, -1e6]), np.zeros(2, bool), np.zeros(2, bool)), [10.0, -10.0]
+    )
+
+
+def test_normaliser_is_resumed(tmp_path):
+    """Interrupted after one of two iterations, its sums go on from the checkpoint (the games start anew)."""
+    envs = FakeVecEnv(random_episodes(4, ends=("terminated",)), SAME_STEP)
+    args = Args(**(SMALL | dict(run_dir=str(tmp_path), run_name="a", norm_reward=0.99, total_timesteps=64)))
+    train(args, envs)
+    first = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)["normalizer"]
+    args.resume, args.total_timesteps = str(tmp_path / "a"), 128
+    train(args, envs)
+    second = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)["normalizer"]
+    assert first[1][0] == pytest.approx(64, rel=1e-5) and second[1][0] == pytest.approx(128, rel=1e-5)
+
+
+def stacked_frames(rows=64, side=64):
+    """A picture twice in a stack of two frames: three random channels, then the same three."""
+    picture = torch.randint(
+        0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    )
+    return torch.cat([picture, picture], dim=1)
+
+
+@pytest.mark.parametrize("name", ["flip", "rotate", "crop", "translate", "pad_crop"])
+def test_augmentation_keeps_shape_type_and_alignment(name):
+    torch.manual_seed(0)
+    frames = stacked_frames()
+    before = frames.clone()
+    moved = augment(frames, (name,), 1.0)
+    assert moved.shape == frames.shape and moved.dtype == torch.uint8 and torch.equal(frames, before)
+    assert torch.equal(moved[:, :3], moved[:, 3:])  # one draw for all frames of a stack
+    assert (moved != frames).flatten(1).any(1).float().mean() > 0.7  # an unflipped flip or a shift by 0 is a draw too
+    assert torch.equal(augment(frames, (name,), 0.0), frames)
+    alike = augment(frames[:1].expand(64, -1, -1, -1), (name,), 1.0)
+    assert len({row.numpy().tobytes() for row in alike}) > (3 if name == "flip" else 20)  # a draw for each row
+    changed = (augment(stacked_frames(2000, 16), (name,), 0.3) != stacked_frames(2000, 16)).flatten(1).any(1)
+    share = {"flip": 0.75, "translate": 1 - 1 / 16**2, "pad_crop": 1}.get(name, 1)
+    assert changed.float().mean().item() == pytest.approx(0.3 * share, abs=0.05)
+
+
+def test_augmentations_are_what_they_are_called():
+    """Each row against its own plain definition; the draws are read off the pictures."""
+    torch.manual_seed(0)
+    frames = stacked_frames(40)[:, :3]
+    for old, new in zip(frames, augment(frames, ("flip",), 1.0), strict=True):
+        assert any(torch.equal(new, old.flip(axes)) for axes in ((), (1,), (2,), (1, 2)))
+    shifts = set()
+    for old, new in zip(frames, augment(frames, ("translate",), 1.0), strict=True):
+        found = [(y, x) for y in range(-8, 9) for x in range(-8, 9) if torch.equal(new, old.roll((y, x), (1, 2)))]
+        assert len(found) == 1
+        shifts |= set(found)
+    assert len(shifts) > 30 and max(map(max, shifts)) > 5 and min(map(min, shifts)) < -5
+    for old, new in zip(frames, augment(frames, ("pad_crop",), 1.0), strict=True):
+        padded = F.pad(old[None].float(), (10,) * 4, mode="reflect")[0].to(torch.uint8)
+        windows = (padded[:, y : y + 64, x : x + 64] for y in range(21) for x in range(21))
+        assert sum(torch.equal(new, window) for window in windows) == 1
+
+
+def test_rotation_and_crop_move_points_as_geometry_says():
+    """A smooth blob off the centre goes where a rotation by up to 20 degrees or a magnification up to 4/3 puts it."""
+    y, x = torch.meshgrid(torch.arange(64) - 31.5, torch.arange(64) - 31.5, indexing="ij")
+    blob = (255 * torch.exp(-((x - 15.5) ** 2 + (y - 0.5) ** 2) / 18)).round().to(torch.uint8)
+    torch.manual_seed(1)
+    angles = []
+    for new in augment(blob.expand(200, 1, 64, 64), ("rotate",), 1.0)[:, 0].float():
+        at_x, at_y = (x * new).sum() / new.sum(), (y * new).sum() / new.sum()
+        assert (at_x**2 + at_y**2).sqrt().item() == pytest.approx(15.5, abs=0.3)
+        angles.append(math.degrees(math.atan2(at_y, at_x)))
+    assert max(map(abs, angles)) < 22.5 and max(angles) > 15 and min(angles) < -13  # 1.8 degrees of them are the blob's
+    middle = (255 * torch.exp(-(x**2 + y**2) / 18)).round().to(torch.uint8)
+    widths, shifts = [], []
+    for new in augment(middle.expand(200, 1, 64, 64), ("crop",), 1.0)[:, 0].float():
+        at = (x * new).sum() / new.sum()
+        shifts.append(at.item())
+        widths.append(((new * (x - at) ** 2).sum() / new.sum()).sqrt().item() / 3)
+    assert 0.98 < min(widths) < 1.05 and 1.27 < max(widths) < 1.36  # 64 / 64 to 64 / 48
+    assert max(map(abs, shifts)) < 31.5 / 3 + 0.5 and min(shifts) < -5 and max(shifts) > 5
+
+
+def test_augmentation_is_for_updates_only(tmp_path, monkeypatch):
+    """Acting, the stored logits and values, and evaluation see the frames as they are; every update sees them moved."""
+    calls, real, evaluated = [], ppo_procgen.augment, []
+    monkeypatch.setattr(ppo_procgen, "augment", lambda x, *rest: calls.append(rest) or torch.full_like(x, 7))
+    monkeypatch.setattr(Agent, "forward", spy := spying(Agent.forward, evaluated))
+    args = dict(augment=("flip", "crop"), augment_prob=0.4, update_epochs=3, minibatch_size=16)
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    run(tmp_path, envs, **args)
+    assert calls == [(("flip", "crop"), 0.4)] * 12 and spy and real
+    acting = [frames for frames, grad in evaluated if not grad]
+    learning = [frames for frames, grad in evaluated if grad]
+    assert all((frames == 7).all() for frames in learning) and not any((frames == 7).all() for frames in acting)
+    count = len(calls)
+    evaluate(Agent((3, 16, 16), 4, (4, 4, 4)), FakeVecEnv(random_episodes(2), SAME_STEP), 1, 0)
+    assert len(calls) == count
+
+
+def spying(forward, seen):
+    def spy(self, obs):
+        if len(obs) > 1:  # not the network's own measurement of its size
+            seen.append((obs.clone(), torch.is_grad_enabled()))
+        return forward(self, obs)
+
+    return spy
+
+
+def test_weight_decay_is_l2(tmp_path):
+    """With a rate so small that weights stay, Adam's first moment is (1 - 0.9) (gradient + decay x weight)."""
+    saved = {}
+    for decay in (0.0, 0.5):
+        envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+        saved[decay] = run(tmp_path, envs, lr=("1e-12",), weight_decay=decay, name=f"{decay}")[1]
+    plain, decayed = (list(saved[decay]["optimizer"]["state"].values()) for decay in (0.0, 0.5))
+    for weight, without, with_decay in zip(saved[0.5]["agent"].values(), plain, decayed, strict=True):
+        torch.testing.assert_close(with_decay["exp_avg"], without["exp_avg"] + 0.05 * weight, rtol=1e-3, atol=1e-6)
+
+
+def test_entropy_schedule(tmp_path):
+    """The coefficient of an iteration is the knots' at its first step, in the log and in the gradient."""
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    metrics, high = run(tmp_path, envs, 2, ent_coef=("0:0.5", "128:0.1"), lr=("0:0", "63:0", "64:1e-3"))
+    assert metrics["train/ent_coef"] == pytest.approx(0.3)
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    same = run(tmp_path, envs, 2, "b", ent_coef=("0:0.5", "64:0.3"), lr=("0:0", "63:0", "64:1e-3"))[1]
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    other = run(tmp_path, envs, 2, "c", ent_coef=("0:0.5", "64:0"), lr=("0:0", "63:0", "64:1e-3"))[1]
+    assert all(torch.equal(high["agent"][name], same["agent"][name]) for name in high["agent"])
+    assert not all(torch.equal(high["agent"][name], other["agent"][name]) for name in high["agent"])
+
+
+def test_reshuffle_cuts_new_minibatches(tmp_path, monkeypatch):
+    """Every epoch sees every row once, in other minibatches than the epoch before."""
+    seen, real = [], ppo_procgen.ppo_terms
+    monkeypatch.setattr(ppo_procgen, "ppo_terms", lambda *rows: seen.append(rows[4].tolist()) or real(*rows))
+    run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP), minibatch_size=16, update_epochs=2, reshuffle=True)
+    epochs = [[frozenset(rows) for rows in seen[i : i + 4]] for i in (0, 4)]
+    assert set.union(*map(set, epochs[0])) == set.union(*map(set, epochs[1]))
+    assert not set(epochs[0]) & set(epochs[1])
+
+
+def test_standardize_by_minibatch(tmp_path, monkeypatch):
+    rows, real = [], ppo_procgen.ppo_terms
+    monkeypatch.setattr(ppo_procgen, "ppo_terms", lambda *x: rows.append(x[3]) or real(*x))
+    envs = FakeVecEnv(random_episodes(4), NEXT_STEP, dummy_reward=1e6)
+    run(tmp_path, envs, minibatch_size=16, norm_adv="minibatch", update_epochs=2, reshuffle=True)
+    for advantage in rows:
+        kept = advantage[advantage != 0]  # rows that are no transition are 0
+        assert kept.mean().abs() < 1e-5 and kept.std(correction=0).item() == pytest.approx(1, abs=1e-4)
+
+
+OPENAI = (  # OpenAI's train-procgen; the README has the same line
+    "--num-levels 200 --total-timesteps 25000000 --num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle "
+    "--stack none --channels 16 32 32 --pool flatten --input-shift 0 --ortho-heads --norm-reward 0.99 "
+    "--norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 "
+    "--adam-eps 1e-5 --max-grad-norm 0.5"
+)
+
+
+def test_openai_command_is_in_the_readme_and_is_their_setting():
+    text = " ".join((ROOT / "README.md").read_text().replace("\\\n", " ").split())
+    assert OPENAI in text
+    args = tyro.cli(Args, args=OPENAI.split())
+    args.validate()
+    assert args.batch_size == 16384 and args.batch_size // args.minibatch_size == 8 and args.iterations == 1525
+    assert args.update_epochs == 3 and args.clip == 0.2 and args.ent_coef == ("0.01",) and args.weight_decay == 0
+    agent = Agent((3, 64, 64), 15, args.channels, args.pool, args.input_shift, args.ortho_heads)
+    assert sum(weight.numel() for weight in agent.parameters()) == 626_256  # 432 less than with 6 input channels
+    for head, gain in ((agent.policy, 0.01), (agent.value, 1)):
+        gram = head.weight @ head.weight.T
+        torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-4, atol=1e-6)
+        assert (head.bias == 0).all()
+
+
+def test_openai_command_equals_numpy_float64(tmp_path, monkeypatch):
+    """Two iterations of OpenAI's flags on a small scripted rollout against an independent float64 computation.
+
+    Rewards, returns, advantages, clipping and Adam are NumPy; the network's gradient is autograd's. The script runs in
+    float64 too (but for its rewards), or Adam would blow rounding up. Compared: every loss, the normaliser, the
+    weights and Adam's two moments.
+    """
+    monkeypatch.setattr(Agent, "forward", forward64)
+    T, N, size, epochs, gamma, lam, clip = 16, 4, 16, 3, 0.999, 0.95, 0.2
+    permutations, real = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: permutations.append(real(*a, **k)) or permutations[-1])
+    args = tyro.cli(Args, args=OPENAI.split())
+    small = dict(num_envs=N, num_steps=T, minibatch_size=size, channels=(4, 4, 4), lr=("3e-3",), ent_coef=("0.01",))
+    small |= dict(run_dir=str(tmp_path), run_name="a", eval_episodes=0, quiet=True, device="cpu", total_timesteps=128)
+    args = dataclasses.replace(args, **small)
+    rng = np.random.default_rng(5)
+    episodes = [[(rng.normal(1, 4, rng.integers(2, 9)), "terminated") for _ in range(6)] for _ in range(N)]
+    envs = FakeVecEnv(episodes, SAME_STEP)
+    torch.set_default_dtype(torch.float64)
+    try:
+        metrics = train(args, envs)
+        torch.manual_seed(args.seed)
+        start = Agent((3, 16, 16), 4, (4, 4, 4), "flatten", 0, True).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    saved = torch.load(tmp_path / "a" / "checkpoint.pt", weights_only=True)
+    weights = {name: x.requires_grad_() for name, x in start.items()}
+    moments = {name: [np.zeros(x.shape), np.zeros(x.shape)] for name, x in start.items()}
+    returns, all_returns, steps, order = np.zeros(N), [], 0, iter(permutations)
+    for iteration in range(2):
+        frames = np.stack(envs.seen[iteration * T : (iteration + 1) * T + 1])
+        actions = np.stack(envs.actions[iteration * T : (iteration + 1) * T])
+        reward, done, _, _ = map(np.stack, zip(*envs.log[iteration * T : (iteration + 1) * T], strict=True))
+        reward = reward.astype(np.float64)
+        for t in range(T):  # VecNormalize, with all returns in a list
+            returns = gamma_norm(returns, reward[t])
+            all_returns.extend(returns)
+            count = len(all_returns) + 1e-4  # baselines starts with 1e-4 observations of mean 0 and variance 1
+            mean = sum(all_returns) / count
+            var = (1e-4 + sum(x**2 for x in all_returns)) / count - mean**2
+            reward[t] = np.clip(reward[t] / np.sqrt(var + 1e-8), -10, 10)
+            returns[done[t]] = 0
+        logits, values = (x.detach().numpy() for x in plain_network(weights, frames.reshape(-1, 3, 16, 16)))
+        logits, values = logits.reshape(T + 1, N, -1), values.reshape(T + 1, N)
+        advantage, last = np.zeros((T, N)), np.zeros(N)
+        for t in reversed(range(T)):
+            delta = reward[t] + gamma * values[t + 1] * (1 - done[t]) - values[t]
+            advantage[t] = last = delta + gamma * lam * (1 - done[t]) * last
+        old = log_softmax(logits[:T])
+        batch = [x.reshape(T * N, *x.shape[2:]) for x in (frames[:T], actions, advantage, values[:T], old)]
+        losses = []
+        for _ in range(epochs):
+            rows = next(order).numpy()
+            for m in next(order).tolist():
+                x, action, adv, value_old, logp_old = (part[rows[m * size : (m + 1) * size]] for part in batch)
+                target = adv + value_old
+                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                logits, value = plain_network(weights, x)
+                logp = logits - logits.logsumexp(1, keepdim=True)
+                ratio = (logp - torch.from_numpy(logp_old))[torch.arange(size), torch.from_numpy(action)].exp()
+                adv, target, value_old = map(torch.from_numpy, (adv, target, value_old))
+                policy = torch.maximum(-adv * ratio, -adv * ratio.clip(1 - clip, 1 + clip)).mean()
+                moved = value_old + (value - value_old).clip(-clip, clip)
+                value_loss = 0.5 * torch.maximum((value - target) ** 2, (moved - target) ** 2).mean()
+                entropy = -(logp.exp() * logp).sum(1).mean()
+                loss = policy - 0.01 * entropy + 0.5 * value_loss  # baselines' names and coefficients
+                grads = torch.autograd.grad(loss, list(weights.values()))
+                norm = np.sqrt(sum((g.numpy() ** 2).sum() for g in grads))
+                losses.append([policy.item(), 2 * value_loss.item(), entropy.item(), norm])
+                steps += 1
+                for (name, weight), grad in zip(weights.items(), grads, strict=True):
+                    grad = grad.numpy() * min(1, 0.5 / norm)
+                    first, second = moments[name]
+                    first[...] = 0.9 * first + 0.1 * grad
+                    second[...] = 0.999 * second + 0.001 * grad**2
+                    scale = np.sqrt(second / (1 - 0.999**steps)) + 1e-5
+                    weight.data -= 3e-3 * torch.from_numpy(first / (1 - 0.9**steps) / scale)
+    names = ("loss/policy", "loss/value", "loss/entropy", "train/grad_norm")
+    for name, mean in zip(names, np.mean(losses, axis=0), strict=True):
+        assert metrics[name] == pytest.approx(mean, rel=1e-4, abs=1e-6), name
+    assert max(norm for *_, norm in losses) > 0.5  # the clipping was felt
+    np.testing.assert_allclose(saved["normalizer"][0], returns, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(saved["normalizer"][1][1], sum(all_returns), rtol=1e-5)
+    for state, (name, weight) in zip(saved["optimizer"]["state"].values(), weights.items(), strict=True):
+        assert state["step"] == steps
+        for key, moment in zip(("exp_avg", "exp_avg_sq"), moments[name], strict=True):
+            error = np.abs(state[key].numpy() - moment).max() / np.abs(moment).max()
+            assert error < 1e-4, (name, key, error)
+        torch.testing.assert_close(saved["agent"][name], weight.detach(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def gamma_norm(returns, reward, gamma=0.99):
+    return gamma * returns + reward
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def plain_network(weights, frames):
+    """build_impala_cnn of OpenAI's baselines in float64, from a dict of weights, with explicit SAME padding."""
+    x = torch.from_numpy(np.ascontiguousarray(frames)).double() / 255
+    for i in range(3):
+        x = F.conv2d(x, weights[f"convs.{i}.weight"], weights[f"convs.{i}.bias"], padding=1)
+        x = F.max_pool2d(F.pad(x, (0, 1, 0, 1), value=-torch.inf), 3, stride=2)
+        for j in range(2):
+            y = x
+            for k in (1, 2):
+                prefix = f"blocks.{i}.{j}.conv{k}"
+                y = F.conv2d(y * (y > 0), weights[f"{prefix}.weight"], weights[f"{prefix}.bias"], padding=1)
+            x = x + y
+    x = F.linear((x * (x > 0)).flatten(1), weights["hidden.weight"], weights["hidden.bias"])
+    x = x * (x > 0)  # not clamp, whose gradient at 0, where blank frames leave many units, is 1
+    value = F.linear(x, weights["value.weight"], weights["value.bias"])[:, 0]
+    return F.linear(x, weights["policy.weight"], weights["policy.bias"]), value
 
 
 def test_observations_stay_uint8_until_the_network(tmp_path, monkeypatch):
