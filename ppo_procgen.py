@@ -50,6 +50,8 @@ except (ModuleNotFoundError, KeyboardInterrupt) as error:
 
 SCRIPT = "ppo_procgen"
 CORES = len(os.sched_getaffinity(0))
+ENV_THREADS = min(CORES, 8)  # by default
+CHANNELS = 3  # of one frame
 # fmt: off
 RANGES = {  # return of a blind agent and the best one, easy then hard (constants.py of OpenAI's train-procgen)
     "bigfish": (1, 40, 0, 40), "bossfight": (0.5, 13, 0.5, 13), "caveflyer": (3.5, 12, 2, 13.4), "maze": (5, 10, 4, 10),
@@ -177,7 +179,26 @@ def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
         raise UsageError("--num-levels, --start-level: exploration mode has one fixed level")
     options = {} if mode == "exploration" or split == "test" else levels
     options |= dict(env_name=args.env_id, distribution_mode=mode, rand_seed=stream_seed(args.seed, split))
-    return ProcgenEnvs(STACKS[args.stack], num=num_envs, num_threads=args.env_threads or min(CORES, 8), **options)
+    return ProcgenEnvs(STACKS[args.stack], num=num_envs, num_threads=args.env_threads or ENV_THREADS, **options)
+
+
+def splits(args: Args) -> list[str]:
+    """What evaluation plays: with unlimited levels train and test are one; exploration mode has its training level."""
+    if args.distribution_mode == "exploration":
+        return ["train"]
+    return ["train", "test"] if args.num_levels else ["test"]
+
+
+def normalized(args: Args, mean: float) -> dict:
+    """A mean return between blind (0) and best (1); the competition's ranges are the paper's authors' of easy mode."""
+    blind, best = RANGES[args.env_id][2 * (args.distribution_mode == "hard") :][:2]
+    score = (mean - blind) / (best - blind)
+    return dict(easy=dict(procgen=score, competition=score), hard=dict(procgen=score)).get(args.distribution_mode, {})
+
+
+def score(reward, ended, cut, info) -> tuple:
+    """Of a step: unclipped reward, whether the whole game ended, and its level complete; each (N,)."""
+    return reward, ended | cut, info.get("prev_level_complete", np.full(len(reward), np.nan))
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -462,7 +483,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 action = actions[t].cpu().numpy()
                 run.lap("policy")
                 obs, reward, ended, cut, info = envs.step(action)
-                run.games += episodes.step(reward, ended | cut, is_valid, info)
+                run.games += episodes.step(*score(reward, ended, cut, info), is_valid)
                 over = ended | cut
                 reward = shaped(reward) if args.shape_reward else reward
                 reward = normalizer(reward, over, is_valid) if args.norm_reward else reward
@@ -535,12 +556,12 @@ class Episodes:
     def __init__(self, num_envs: int, returns=0.0, lengths=0):
         self.returns, self.lengths = np.full(num_envs, returns, np.float64), np.full(num_envs, lengths, np.int64)
 
-    def step(self, reward, over, valid, info) -> list:
-        """Add a step of all envs, each (N,); returns the games it ended: (return, length, level complete, env)."""
+    def step(self, reward, over, extra, valid) -> list:
+        """Add a step of all envs, each (N,), from `score`; returns the games it ended: (return, length, extra, env)."""
         self.returns += np.where(valid, reward, 0)
         self.lengths += valid
-        complete, ended = info.get("prev_level_complete", np.full(len(over), np.nan)), np.flatnonzero(over)
-        games = [(float(self.returns[i]), int(self.lengths[i]), float(complete[i]), int(i)) for i in ended]
+        ended = np.flatnonzero(over)
+        games = [(float(self.returns[i]), int(self.lengths[i]), float(extra[i]), int(i)) for i in ended]
         self.returns[over] = self.lengths[over] = 0
         return games
 
@@ -557,12 +578,12 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
     over, played, results = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs, int), []
     while played.min() < games:
         if film is not None and not played[0]:
-            film.append(obs[0, -3:].transpose(1, 2, 0))
+            film.append(obs[0, -CHANNELS:].transpose(1, 2, 0))
         logits, _ = agent(torch.from_numpy(obs).to(device))
         action, is_valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
         obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
         over = ended | cut
-        for *result, _, env in episodes.step(reward, over, is_valid, info):
+        for *result, _, env in episodes.step(*score(reward, ended, cut, info), is_valid):
             if played[env] < games:
                 results.append(result)
                 played[env] += 1
@@ -574,29 +595,26 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
 
     Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
     """
-    splits, mode, games = {}, args.distribution_mode, -(-args.eval_episodes // 64)
-    names = ["train", "test"] if args.num_levels else ["test"]  # with unlimited levels both are one distribution
-    for name in names if mode != "exploration" else ["train"]:  # which has the training level only
+    results, games = {}, -(-args.eval_episodes // 64)
+    for name in splits(args):
         envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
         returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
         envs.close()
         mean, n = float(np.mean(returns)), len(returns)
         stderr = float(np.std(returns, ddof=1)) / n**0.5 if n > 1 else None
-        blind, best = RANGES[args.env_id][2 * (mode == "hard") :][:2]
-        score = (mean - blind) / (best - blind)  # the competition's ranges are the paper's authors' of easy mode
-        score = dict(easy=dict(procgen=score, competition=score), hard=dict(procgen=score)).get(mode, {})
-        splits[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=score)
+        share = normalized(args, mean)
+        results[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=share)
         if folder:
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
-            print(f"{name}: return {mean:.2f}{error}, {n} games, normalized {score}", flush=True)
-            write_atomically(folder / "eval.json", json.dumps(header | dict(splits=splits), indent=1).encode())
+            print(f"{name}: return {mean:.2f}{error}, {n} games, normalized {share}", flush=True)
+            write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
         if film:
             import imageio.v3 as imageio
 
             (folder / "video").mkdir(exist_ok=True)
-            film = np.stack(film).repeat(2, 1).repeat(2, 2)
+            film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
             imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
-    return splits
+    return results
 
 
 class Run(contextlib.AbstractContextManager):
@@ -638,7 +656,7 @@ class Run(contextlib.AbstractContextManager):
             raise
         except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
             raise UsageError(f"--run-dir or --track: cannot set up {self.folder}: {error}") from None
-        threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or min(CORES, 8)} env threads"
+        threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or ENV_THREADS} env threads"
         weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
         self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
         self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
@@ -781,7 +799,7 @@ def main(argv=None) -> int:
     try:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         threading.excepthook = lambda hook: None  # TensorBoard's writer thread: its error is raised again in this one
-        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\nPPO:")[0])
+        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
         if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
             before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
             args = tyro.cli(Args, args=argv, default=Args(**before))

@@ -108,7 +108,7 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
     envs = script.make_envs(args, "training", args.num_envs)
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
     net = Net(shape, envs.single_action_space.n).to(device)
-    optimizer = torch.optim.Adam(net.parameters(), lr=script.lr_at(0, args.lr))
+    optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr))
     obs_rows = torch.zeros(T, N, *shape, device=device)
     actions, logps, rewards, dones = (torch.zeros(T, N, device=device) for _ in range(4))
     logits_rows, values = torch.zeros(T, N, envs.single_action_space.n, device=device), torch.zeros(T, N, device=device)
@@ -158,7 +158,9 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
                 near = old_value + (value - old_value).clamp(-args.vf_clip, args.vf_clip)
                 value_loss = torch.max((value - target) ** 2, (near - target) ** 2).mean()
                 kl = torch.distributions.kl_divergence(old, policy).mean()
-                loss = -surrogate + args.vf_coef * value_loss - float(args.ent_coef[0]) * policy.entropy().mean()
+                loss = (
+                    -surrogate + args.vf_coef * value_loss - script.schedule(0, args.ent_coef) * policy.entropy().mean()
+                )
                 loss = loss + args.kl_coef * kl
                 optimizer.zero_grad()
                 loss.backward()

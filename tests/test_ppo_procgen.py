@@ -25,6 +25,7 @@ from ppo_procgen import (
     ppo_terms,
     sample,
     schedule,
+    score,
     shaped,
     train,
 )
@@ -775,7 +776,7 @@ def test_true_returns(autoreset):
         _, reward, ended, cut, info = envs.step(np.zeros(2, np.int64))
         valid = ~over | (autoreset == SAME_STEP)
         over = ended | cut
-        games += [(game[3], *game[:2]) for game in episodes.step(reward, over, valid, info)]
+        games += [(game[3], *game[:2]) for game in episodes.step(reward, over, np.full(2, np.nan), valid)]
     assert [game[1:] for game in games if game[0] == 0][:3] == [(6, 3), (5, 1), (6, 3)]
     assert [game[1:] for game in games if game[0] == 1][:2] == [(12, 3), (12, 3)]
     assert [game[0] for game in games][:2] == [0, 1]
@@ -797,7 +798,7 @@ def test_metrics_over_all_ended_games(tmp_path):
 def test_level_complete_rate():
     info = {"prev_level_complete": np.array([1, 0, 1, 1], np.int32)}
     over = np.array([True, True, False, True])
-    games = Episodes(4).step(np.ones(4), over, np.ones(4, bool), info)
+    games = Episodes(4).step(*score(np.ones(4), over, np.zeros(4, bool), info), np.ones(4, bool))
     assert [game[2] for game in games] == [1, 0, 1]
 
 
@@ -958,9 +959,9 @@ def test_published_ranges():
     """RANGES gives the competition's published scores at its published returns."""
     returns = dict(coinrun=9.261, bigfish=26.28, miner=9.78, starpilot=61.9, chaser=10.793, plunder=7.45)
     scores = dict(coinrun=0.852, bigfish=0.648, miner=0.720, starpilot=0.966, chaser=0.823, plunder=0.116)
-    for game, score in scores.items():
+    for game, share in scores.items():
         low, high = ppo_procgen.RANGES[game][:2]
-        assert (returns[game] - low) / (high - low) == pytest.approx(score, abs=6e-4)
+        assert (returns[game] - low) / (high - low) == pytest.approx(share, abs=6e-4)
     assert ppo_procgen.RANGES["starpilot"][2:] == (1.5, 35) and len(ppo_procgen.RANGES) == 16
 
 

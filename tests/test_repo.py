@@ -14,7 +14,7 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 # The aim for ppo_procgen was 550; its core met it, the reference's options and OpenAI's setting took it past.
 CEILINGS = dict(ppo_procgen=606, ppo_atari_rnd=650, ppo_atari_snd=700, appo_atari=700, impala_procgen=600)
 # Top-level names whose text may differ between scripts: what the algorithm or the environment is, not how it is run.
-ALGORITHM = {"Args", "Agent", "train", "make_envs", "ppo_terms"}
+ALGORITHM = {"Args", "Agent", "train", "make_envs", "splits", "normalized", "score", "ppo_terms"}
 
 
 def code_lines(source: str) -> int:
