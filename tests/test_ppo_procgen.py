@@ -434,6 +434,14 @@ def test_shaping_comes_before_gae_and_leaves_returns_alone(tmp_path, monkeypatch
     assert metrics["episode/return"] == 11
 
 
+def test_shaping_comes_before_normalisation(tmp_path, monkeypatch):
+    seen, real = [], RewardNormalizer.__call__
+    monkeypatch.setattr(RewardNormalizer, "__call__", lambda self, r, *x: seen.append(r) or real(self, r, *x))
+    envs = FakeVecEnv([[([3.0, 8.0], "terminated")]] * 4, SAME_STEP)
+    run(tmp_path, envs, shape_reward=True, norm_reward=0.99)
+    np.testing.assert_allclose(np.stack(seen)[:, 0], np.tile([1.003, 2.008], 8), rtol=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_return_normaliser_matches_numpy_loop(seed):
     """Against all returns kept in a list: divide by the deviation of everything seen so far, this step included."""
@@ -503,7 +511,7 @@ def test_augmentation_keeps_shape_type_and_alignment(name):
 def test_augmentations_are_what_they_are_called():
     """Each row against its own plain definition; the draws are read off the pictures."""
     torch.manual_seed(0)
-    frames = stacked_frames(40)[:, :3]
+    frames = stacked_frames(200, 24)[:, :3]
     for old, new in zip(frames, augment(frames, ("flip",), 1.0), strict=True):
         assert any(torch.equal(new, old.flip(axes)) for axes in ((), (1,), (2,), (1, 2)))
     shifts = set()
@@ -511,11 +519,21 @@ def test_augmentations_are_what_they_are_called():
         found = [(y, x) for y in range(-8, 9) for x in range(-8, 9) if torch.equal(new, old.roll((y, x), (1, 2)))]
         assert len(found) == 1
         shifts |= set(found)
-    assert len(shifts) > 30 and max(map(max, shifts)) > 5 and min(map(min, shifts)) < -5
+    assert len(shifts) > 100 and {shift for pair in shifts for shift in pair} == set(range(-8, 9))
+    corners = set()
     for old, new in zip(frames, augment(frames, ("pad_crop",), 1.0), strict=True):
         padded = F.pad(old[None].float(), (10,) * 4, mode="reflect")[0].to(torch.uint8)
-        windows = (padded[:, y : y + 64, x : x + 64] for y in range(21) for x in range(21))
-        assert sum(torch.equal(new, window) for window in windows) == 1
+        found = [(y, x) for y in range(21) for x in range(21) if torch.equal(new, padded[:, y : y + 24, x : x + 24])]
+        assert len(found) == 1
+        corners |= set(found)
+    assert {corner for pair in corners for corner in pair} == set(range(21))
+    for old, new in zip(
+        frames[:20], augment(frames[:20], ("pad_crop", "translate"), 1.0), strict=True
+    ):  # in this order
+        padded = F.pad(old[None].float(), (10,) * 4, mode="reflect")[0].to(torch.uint8)
+        windows = {padded[:, y : y + 24, x : x + 24].numpy().tobytes() for y in range(21) for x in range(21)}
+        rolled = (new.roll((y, x), (1, 2)) for y in range(-8, 9) for x in range(-8, 9))
+        assert any(back.numpy().tobytes() in windows for back in rolled)
 
 
 def test_rotation_and_crop_move_points_as_geometry_says():
