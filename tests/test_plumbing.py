@@ -19,26 +19,95 @@ import pytest
 import torch
 from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
-SCRIPTS = ["ppo_procgen"]
-TINY = {  # a real run of a second or two
-    "ppo_procgen": "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4 "
-    "--eval-episodes 2 --quiet --device cpu --torch-threads 1"
+COMMON = "--num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2 --quiet --device cpu --torch-threads 1"
+KINDS = {  # what differs between the scripts; `tiny` are the flags of a real run of a second or two
+    "ppo_procgen": dict(
+        tiny=f"--env-id leaper --channels 4 4 4 {COMMON}",
+        args=dict(channels=(4, 4, 4)),
+        shape=(3, 16, 16),
+        splits={"train": "eval/return_train", "test": "eval/return_test"},
+        two_splits=("--num-levels", 3),
+        film=(128, 128, 3),
+        package="procgen",
+        saves_games=True,
+        other=("--num-levels", 4),
+        bad=[
+            ("--env-id bigfsh", ["--env-id", "bigfsh", "bigfish"]),
+            ("--env-id bigfish --distribution-mode memory", ["--distribution-mode", "memory", "bigfish", "maze"]),
+            ("--env-id bigfish --distribution-mode extreme", ["--distribution-mode", "extreme", "starpilot"]),
+            ("--env-id plunder --distribution-mode exploration", ["--distribution-mode", "exploration", "coinrun"]),
+            ("--distribution-mode exploration --num-levels 3", ["--num-levels", "exploration"]),
+            ("--minibatch-size 65", ["--minibatch-size", "65", "64"]),
+            ("--ent-coef 0:0.1 nan:0", ["--ent-coef", "nan:0"]),
+            ("--channels 4 0 4", ["--channels", "0"]),
+            ("--num-levels 9999999999", ["--num-levels", "9999999999"]),
+            ("--norm-reward 1.5", ["--norm-reward", "1.5"]),
+            ("--augment-prob 2", ["--augment-prob", "2"]),
+        ],
+        tyros=["--stack 7", "--pool max", "--augment shear", "--norm-adv never"],
+    ),
+    "ppo_atari_rnd": dict(
+        tiny=f"--env-id Breakout --warmup-steps 8 --rnd-features 8 --max-episode-steps 30 {COMMON}",
+        args=dict(warmup_steps=2, rnd_features=4),
+        shape=(4, 44, 44),
+        splits={"game": "eval/return"},
+        two_splits=(),
+        film=(168, 168, 3),
+        package="envpool",
+        saves_games=False,
+        other=("--gamma-int", 0.5),
+        bad=[
+            ("--env-id Montezuma", ["--env-id", "Montezuma", "MontezumaRevenge"]),
+            ("--env-id bigfish", ["--env-id", "bigfish"]),
+            ("--noop-max 0", ["--noop-max", "0", "from 1"]),
+            ("--minibatch-size 65", ["--minibatch-size", "65", "64"]),
+            ("--minibatch-size 24", ["--minibatch-size", "24", "whole environments", "16, 32, 64"]),
+            ("--minibatch-size 48", ["--minibatch-size", "48", "whole environments", "16, 32, 64"]),
+            ("--sticky 1.1", ["--sticky", "1.1"]),
+            ("--predictor-share 1.1", ["--predictor-share", "1.1"]),
+            ("--warmup-steps 0", ["--warmup-steps", "0"]),
+            ("--ent-coef inf", ["--ent-coef", "inf"]),
+        ],
+        tyros=["--frame-size 85", "--bonus-on both", "--int-norm max"],
+    ),
 }
-ITERATION = {"ppo_procgen": 64}
+SCRIPTS = list(KINDS)
+
+
+class Saving(FakeVecEnv):
+    """A fake env that can save its games, for scripts whose real one cannot."""
+
+    def get_state(self):
+        return {name: torch.from_numpy(getattr(self, name).copy()) for name in ("episode", "t", "over")}
+
+    def set_state(self, state):
+        for name, value in state.items():
+            getattr(self, name)[:] = value.numpy()
 
 
 @pytest.fixture(params=SCRIPTS)
 def script(request, tmp_path, monkeypatch):
     """A script's module in an empty folder, with `run(...)`: main on the tiny settings plus these flags."""
-    module = importlib.import_module(request.param)
+    module, kind = importlib.import_module(request.param), KINDS[request.param]
     monkeypatch.chdir(tmp_path)
-    defaults = TINY[request.param].split()
 
     def run(*flags, tiny=True):
-        return module.main([*(defaults if tiny else []), *map(str, flags)])
+        return module.main([*(kind["tiny"].split() if tiny else []), *map(str, flags)])
+
+    def small(**changes):  # Args of a tiny run on the fake env
+        args = dict(num_envs=4, num_steps=16, minibatch_size=64, eval_episodes=0, quiet=True, torch_threads=1)
+        args |= dict(run_dir=str(tmp_path), device="cpu") | kind["args"] | changes
+        return module.Args(**args)
+
+    def fake(autoreset=NEXT_STEP, envs=FakeVecEnv, ends=("terminated", "truncated"), num_envs=4):
+        return envs(random_episodes(num_envs, ends=ends), autoreset, shape=kind["shape"])
+
+    def exact():  # from here on games go on where they were saved
+        if not kind["saves_games"]:
+            monkeypatch.setattr(module, "make_envs", lambda args, split, n: fake(NEXT_STEP, Saving, num_envs=n))
 
     return types.SimpleNamespace(
-        name=request.param, module=module, run=run, steps=ITERATION[request.param], path=tmp_path
+        name=request.param, module=module, run=run, small=small, fake=fake, exact=exact, steps=64, path=tmp_path, **kind
     )
 
 
@@ -71,31 +140,32 @@ def load(folder, name="checkpoint.pt"):
 
 def test_files_of_a_run(script, capfd):
     """Every file of the contract, and what is in it; nothing on stderr, gym's banner neither."""
-    flags = ("--total-timesteps", 5 * script.steps + 7, "--eval-every", 2 * script.steps, "--num-levels", 3, "--video")
+    flags = ("--total-timesteps", 5 * script.steps + 7, "--eval-every", 2 * script.steps, *script.two_splits, "--video")
     assert script.run(*flags, "--run-name", "a", "--checkpoint-every", 0) == 0
     folder = script.path / "runs" / "a"
     assert not capfd.readouterr().err
     config = json.loads((folder / "config.json").read_text())
-    assert config["script"] == script.name and config["args"]["num_levels"] == 3 and config["cores"] >= 1
+    assert config["script"] == script.name and config["args"]["num_envs"] == 4 and config["cores"] >= 1
     assert {"git", "cpu", "gpu", "versions"} <= config.keys() and config["versions"]["torch"]
     table = rows(folder)
     assert tuple(table[0]) == script.module.COLUMNS and [row["iteration"] for row in table] == list("12345")
     assert table[-1]["step"] == str(5 * script.steps)  # the total is floored to whole iterations
-    assert [bool(row["eval/return_test"]) for row in table] == [False, True, False, True, False]
+    for column in script.splits.values():
+        assert [bool(row[column]) for row in table] == [False, True, False, True, False]
     assert "nan" not in (folder / "metrics.csv").read_text()
     assert len(list(folder.glob("events.out.tfevents.*"))) == 1
     result = json.loads((folder / "eval.json").read_text())
     assert result["checkpoint"] == "checkpoint.pt" and result["step"] == 5 * script.steps
-    assert list(result["splits"]) == ["train", "test"]
+    assert list(result["splits"]) == list(script.splits)
     for split in result["splits"].values():
         assert len(split["returns"]) == len(split["lengths"]) == 2
         assert split["mean"] == pytest.approx(np.mean(split["returns"])) and split["stderr"] is not None
     assert load(folder)["step"] == 5 * script.steps
-    for split in ("train", "test"):
+    for split in script.splits:
         import imageio.v3 as imageio
 
         film = imageio.imread(folder / "video" / f"{split}.mp4", plugin="pyav")
-        assert len(film) in result["splits"][split]["lengths"] and film.shape[1:] == (128, 128, 3)
+        assert len(film) in result["splits"][split]["lengths"] and film.shape[1:] == script.film
         assert film.std() > 0 and np.abs(np.diff(film.astype(int), axis=0)).max() > 20  # it moves
 
 
@@ -129,9 +199,7 @@ def test_best_checkpoint(script):
 
     module.Run.log = log
     try:
-        args = module.Args(run_dir=str(script.path), run_name="b", num_envs=4, num_steps=16, minibatch_size=64)
-        args.channels, args.eval_episodes, args.quiet, args.total_timesteps = (4, 4, 4), 0, True, 4 * 64
-        module.train(args, FakeVecEnv(random_episodes(4), SAME_STEP))
+        module.train(script.small(run_name="b", total_timesteps=4 * 64), script.fake(SAME_STEP))
     finally:
         module.Run.log = run
     assert episodes == [19, 20, 100, 100]
@@ -150,10 +218,8 @@ def test_no_best_checkpoint_in_the_first_hundredth(script, monkeypatch):
 
     monkeypatch.setattr(script.module.Run, "log", log)
     for name, total, expected in (("long", 1000 * 64, False), ("short", 20 * 64, True)):
-        args = script.module.Args(run_dir=str(script.path), run_name=name, num_envs=4, num_steps=16, minibatch_size=64)
-        args.channels, args.eval_episodes, args.quiet, args.total_timesteps = (4, 4, 4), 0, True, total
         with pytest.raises(KeyboardInterrupt):
-            script.module.train(args, FakeVecEnv(random_episodes(4), SAME_STEP))
+            script.module.train(script.small(run_name=name, total_timesteps=total), script.fake(SAME_STEP))
         assert (script.path / name / "best.pt").exists() == expected
 
 
@@ -166,7 +232,7 @@ def test_metric_names_are_documented(script):
 
 def test_progress_lines(script, capsys):
     """Off a terminal: one plain line an iteration, and what was chosen."""
-    args = TINY[script.name].replace("--quiet", "").split()
+    args = script.tiny.replace("--quiet", "").split()
     assert script.run(*args, "--total-timesteps", 3 * script.steps, "--eval-episodes", 0, tiny=False) == 0
     out = capsys.readouterr().out.splitlines()
     lines = [line for line in out if re.fullmatch(r"step [\d,]+  return \S+  [\d,]+ steps/s  \d+ min left", line)]
@@ -177,7 +243,11 @@ def test_progress_lines(script, capsys):
 def test_quiet_says_nothing_but_the_result(script, capfd):
     assert script.run("--total-timesteps", script.steps) == 0
     captured = capfd.readouterr()
-    assert len(captured.out.splitlines()) == 1 and captured.out.startswith("test: return") and not captured.err
+    assert (
+        len(captured.out.splitlines()) == 1
+        and captured.out.startswith(f"{[*script.splits][-1]}: return")
+        and not captured.err
+    )
 
 
 def test_threads(script):
@@ -230,7 +300,8 @@ def test_resume_equals_uninterrupted(script, evaluations):
     """2 + 3 iterations are 5, bit for bit: weights, optimiser, games, random states, metrics; evaluations or not."""
     runs, total = script.path / "runs", ("--total-timesteps", 5 * script.steps)
     rates = ("--lr", "0:1e-4", f"{5 * script.steps}:5e-3")
-    flags = ("--num-levels", 5, "--checkpoint-every", 0, *rates)
+    flags = (*script.two_splits, "--checkpoint-every", 0, *rates)
+    script.exact()
     assert script.run(*flags, *total, "--run-name", "whole", "--eval-episodes", 0) == 0
     every = ("--eval-every", script.steps, "--eval-episodes", 1) if evaluations else ("--eval-episodes", 0)
     assert script.run(*flags, *every, "--total-timesteps", 2 * script.steps, "--run-name", "parts") == 0
@@ -259,12 +330,8 @@ class Stop(FakeVecEnv):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(143)])
 def test_interrupt_drops_only_the_unfinished_iteration(script, error):
     """Stopped in mid-rollout, the state at that iteration's start is on disk, whatever --checkpoint-every says."""
-    args = script.module.Args(
-        num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4), eval_episodes=0, quiet=True
-    )
-    args.run_dir, args.run_name, args.total_timesteps = str(script.path), "i", 6 * 64
-    envs = Stop(random_episodes(4), NEXT_STEP)
-    envs.at, envs.error = 3 * 16 + 5, error
+    args, envs = script.small(run_name="i", total_timesteps=6 * 64), script.fake(envs=Stop)
+    envs.at, envs.error = getattr(args, "warmup_steps", 0) + 3 * 16 + 5, error
     with pytest.raises(type(error) if isinstance(error, BaseException) else error):
         script.module.train(args, envs)
     assert load(script.path / "i")["step"] == 3 * 64 and len(rows(script.path / "i")) == 3
@@ -273,6 +340,7 @@ def test_interrupt_drops_only_the_unfinished_iteration(script, error):
 def test_ctrl_c_real_env_then_resume(script, monkeypatch):
     """Ctrl-C in mid-run returns 130; resumed, the run ends exactly like one that was never stopped."""
     total = ("--total-timesteps", 4 * script.steps, "--eval-episodes", 0, "--checkpoint-every", 10**6)
+    script.exact()
     assert script.run(*total, "--run-name", "whole") == 0
     calls, real = [], script.module.sample
 
@@ -284,8 +352,7 @@ def test_ctrl_c_real_env_then_resume(script, monkeypatch):
 
     monkeypatch.setattr(script.module, "sample", sample)
     assert script.run(*total, "--run-name", "parts") == 130
-    monkeypatch.undo()
-    os.chdir(script.path)
+    monkeypatch.setattr(script.module, "sample", real)
     assert load(script.path / "runs/parts")["step"] == 2 * script.steps
     assert script.run("--resume", "runs/parts", tiny=False) == 0
     whole, parts = (load(script.path / "runs" / name) for name in ("whole", "parts"))
@@ -301,7 +368,7 @@ def test_resume_cuts_what_the_checkpoint_does_not_know(script):
         file.write(
             rows(folder)[-1]["step"].replace(str(2 * script.steps), str(3 * script.steps))
             + ",3"
-            + "," * 21
+            + "," * (len(script.module.COLUMNS) - 2)
             + "\n999,4,0"
         )
     (folder / "checkpoint.pt.tmp").write_bytes(b"half a checkpoint")
@@ -352,21 +419,9 @@ def test_resume_keeps_columns_by_name(script):
 def test_resume_with_given_envs(script):
     """A next-step env that can save its state goes on inside an episode's end; the command line refuses such a run."""
 
-    class Saving(FakeVecEnv):
-        def get_state(self):
-            return {name: torch.from_numpy(getattr(self, name).copy()) for name in ("episode", "t", "over")}
-
-        def set_state(self, state):
-            for name, value in state.items():
-                getattr(self, name)[:] = value.numpy()
-
     def train(iterations, name, **more):
-        args = script.module.Args(num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4), eval_episodes=0)
-        args.run_dir, args.run_name, args.quiet, args.torch_threads = str(script.path), name, True, 1
-        args.total_timesteps = iterations * 64
-        for key, value in more.items():
-            setattr(args, key, value)
-        script.module.train(args, Saving(random_episodes(4, ends=("terminated", "life")), NEXT_STEP))
+        args = script.small(run_name=name, total_timesteps=iterations * 64, **more)
+        script.module.train(args, script.fake(NEXT_STEP, Saving, ("terminated", "life")))
 
     train(5, "whole")
     train(2, "parts")
@@ -423,22 +478,14 @@ def test_interrupted_final_evaluation_is_made_up_for(script, monkeypatch):
 
 
 def test_max_minutes_counts_the_next_iteration(script):
-    """With iterations of 0.5 s and a limit of 1.3 s the third iteration would pass it: two are done."""
+    """With iterations of 1 s and a limit of 2.7 s the third iteration would pass it: two are done."""
 
     class Slow(FakeVecEnv):
         def step(self, actions):
-            time.sleep(0.5 / 16)
+            time.sleep(1 / 16)
             return super().step(actions)
 
-    args = script.module.Args(num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4), eval_episodes=0)
-    args.run_dir, args.run_name, args.quiet, args.max_minutes, args.torch_threads = (
-        str(script.path),
-        "m",
-        True,
-        1.3 / 60,
-        1,
-    )
-    script.module.train(args, Slow(random_episodes(4), NEXT_STEP))
+    script.module.train(script.small(run_name="m", max_minutes=2.7 / 60), script.fake(envs=Slow))
     assert load(script.path / "m")["step"] == 2 * 64
 
 
@@ -474,7 +521,7 @@ def test_checkpoints_come_when_due(script, monkeypatch):
 
 def test_evaluate_command(script):
     """--evaluate writes eval.json beside the checkpoint, the same every time, and touches nothing else."""
-    flags = ("--total-timesteps", 2 * script.steps, "--run-name", "a", "--num-levels", 2)
+    flags = ("--total-timesteps", 2 * script.steps, "--run-name", "a", *script.two_splits)
     assert script.run(*flags) == 0
     folder = script.path / "runs/a"
     first = json.loads((folder / "eval.json").read_text())
@@ -486,20 +533,14 @@ def test_evaluate_command(script):
     shutil.copy(folder / "checkpoint.pt", script.path / "lone.pt")
     assert script.run("--evaluate", "lone.pt", "--eval-episodes", 3, "--greedy", tiny=False) == 0
     lone = json.loads((script.path / "eval.json").read_text())
-    assert lone["checkpoint"] == "lone.pt" and len(lone["splits"]["test"]["returns"]) == 3
-    assert script.run("--evaluate", "runs/a", "--num-levels", 4, tiny=False) == 2
+    assert lone["checkpoint"] == "lone.pt" and len(lone["splits"][[*script.splits][-1]]["returns"]) == 3
+    assert script.run("--evaluate", "runs/a", *script.other, tiny=False) == 2
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
 BAD = [  # flags, and what the one line must hold
-    ("--env-id bigfsh", ["--env-id", "bigfsh", "bigfish"]),
-    ("--env-id bigfish --distribution-mode memory", ["--distribution-mode", "memory", "bigfish", "maze"]),
-    ("--env-id bigfish --distribution-mode extreme", ["--distribution-mode", "extreme", "starpilot"]),
-    ("--env-id plunder --distribution-mode exploration", ["--distribution-mode", "exploration", "coinrun"]),
-    ("--distribution-mode exploration --num-levels 3", ["--num-levels", "exploration"]),
-    ("--minibatch-size 65", ["--minibatch-size", "65", "64"]),
     ("--minibatch-size 1", ["--minibatch-size", "1", "2"]),
     ("--total-timesteps 63", ["--total-timesteps", "63", "64"]),
     ("--num-envs 0", ["--num-envs", "0"]),
@@ -509,9 +550,6 @@ BAD = [  # flags, and what the one line must hold
     ("--micro-batch -1", ["--micro-batch", "-1"]),
     ("--gamma 1.5", ["--gamma", "1.5", "1"]),
     ("--gamma nan", ["--gamma", "nan"]),
-    ("--ent-coef inf", ["--ent-coef", "inf"]),
-    ("--channels 4 0 4", ["--channels", "0"]),
-    ("--num-levels 9999999999", ["--num-levels", "9999999999"]),
     ("--seed -1", ["--seed", "-1"]),
     ("--lr 0:1e-4:3 --quiet", ["--lr", "0:1e-4:3"]),
     ("--lr 5:1e-4 1:1e-4", ["--lr", "5:1e-4"]),
@@ -525,24 +563,24 @@ BAD = [  # flags, and what the one line must hold
     ("--device meta", ["--device", "meta"]),
     ("--env-threads 100000", ["--env-threads", "100000"]),
     ("--lr 0:1e-4 nan:1e-4", ["--lr", "nan:1e-4"]),
-    ("--num-steps 1000000000 --total-timesteps 4000000000", ["memory"]),
+    ("--num-steps 1000000000 --minibatch-size 4000000000 --total-timesteps 4000000000", ["memory"]),
 ]
 
 
-@pytest.mark.parametrize("flags, words", BAD, ids=[flags for flags, _ in BAD])
-def test_bad_input(script, capfd, flags, words):
-    if "cuda" in flags and torch.cuda.is_available():
-        flags = flags.replace("cuda:9", "cuda:99").replace("--device cuda", "--device cuda:99")
-    assert script.run(*flags.split()) == (1 if words == ["memory"] else 2)
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1 and all(word in error for word in words), error
-    assert not (script.path / "runs").exists()  # nothing is written
+def test_bad_input(script, capfd):
+    for flags, words in BAD + script.bad:
+        if "cuda" in flags and torch.cuda.is_available():
+            flags = flags.replace("cuda:9", "cuda:99").replace("--device cuda", "--device cuda:99")
+        assert script.run(*flags.split()) == (1 if words == ["memory"] else 2), flags
+        error = capfd.readouterr().err
+        assert error.count("\n") == 1 and all(word in error for word in words), error
+        assert not (script.path / "runs").exists()  # nothing is written
 
 
-@pytest.mark.parametrize("flags", ["--num-envs many", "--no-such-flag", "--precision fp8", "--stack 7", "--pool max"])
-def test_bad_flags_are_tyros_own(script, capfd, flags):
-    assert script.run(*flags.split()) == 2
-    assert flags.split()[0] in capfd.readouterr().err and not (script.path / "runs").exists()
+def test_bad_flags_are_tyros_own(script, capfd):
+    for flags in ("--num-envs many", "--no-such-flag", "--precision fp8", *script.tyros):
+        assert script.run(*flags.split()) == 2
+        assert flags.split()[0] in capfd.readouterr().err and not (script.path / "runs").exists()
 
 
 def test_help(script, capsys):
@@ -551,17 +589,17 @@ def test_help(script, capsys):
     text = capsys.readouterr().out
     for field in script.module.Args.__dataclass_fields__:
         assert f"--{field.replace('_', '-')}" in text
-    assert "weight of the entropy bonus" in text and "step:rate knots" in text
+    assert "weight of the entropy bonus" in text and "step:rate knots" in text.replace("\n", " ")
 
 
 def test_missing_package(script, capfd, monkeypatch):
-    for package in ("procgen", "wandb"):
-        monkeypatch.setitem(sys.modules, package, None)
-        assert script.run("--total-timesteps", script.steps, "--track") == 2
+    for package in (script.package, "wandb"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            assert script.run("--total-timesteps", script.steps, "--track") == 2
         error = capfd.readouterr().err
         assert package in error and error.count("\n") == 1 and "pip install" in error
         assert not (script.path / "runs").exists()
-        monkeypatch.delitem(sys.modules, package)
 
 
 def test_existing_folder(script, capfd):
@@ -632,6 +670,8 @@ def test_bad_checkpoint(script, capfd, kind):
 
 
 def test_damaged_env_states(script, capfd):
+    if not script.saves_games:
+        return script.exact()  # nothing of the games is in its checkpoint
     folder = script.path / "runs" / "a"
     script.run("--total-timesteps", script.steps, "--run-name", "a", "--eval-episodes", 0)
     saved = load(folder)
@@ -700,7 +740,8 @@ def test_kill_in_mid_write_keeps_the_old_file(script, monkeypatch):
 def test_kill_9_at_random_moments(script):
     """Killed 20 times and resumed each time, a run ends as one left alone, and its checkpoint is always whole."""
     iterations, rng = 150, np.random.default_rng(0)
-    flags = ("--checkpoint-every", 0, "--total-timesteps", iterations * script.steps)
+    flags = ("--checkpoint-every", 0, "--total-timesteps", iterations * script.steps, "--eval-episodes", 0)
+    script.exact()
     assert script.run(*flags, "--run-name", "whole") == 0
     killed, reached, kills = script.path / "runs" / "killed", [], 0
     while kills < 20:
@@ -731,10 +772,10 @@ def test_kill_9_at_random_moments(script):
 
 
 def test_given_envs_are_checked(script):
-    args = script.module.Args(num_envs=3, num_steps=16, minibatch_size=48, total_timesteps=48, run_dir=str(script.path))
+    args = script.small(num_envs=3, minibatch_size=48, total_timesteps=48)
     with pytest.raises(ValueError, match="--num-envs 3"):
-        script.module.train(args, FakeVecEnv(random_episodes(4)))
-    undeclared = FakeVecEnv(random_episodes(3))
+        script.module.train(args, script.fake())
+    undeclared = script.fake(num_envs=3)
     undeclared.metadata = {}
     with pytest.raises(ValueError, match="autoreset"):
         script.module.train(args, undeclared)
@@ -747,7 +788,7 @@ def test_given_envs_are_checked(script):
 def test_command_line_alone_in_an_empty_folder(name, tmp_path):
     """The file copied to an empty folder: runs, stops on SIGTERM with 143 and a checkpoint, resumes, ends with 0."""
     shutil.copy(ROOT / f"{name}.py", tmp_path)
-    command = [sys.executable, f"{name}.py", *TINY[name].replace("--quiet", "").split(), "--run-name", "a"]
+    command = [sys.executable, f"{name}.py", *KINDS[name]["tiny"].replace("--quiet", "").split(), "--run-name", "a"]
     process = subprocess.Popen(
         [*command, "--total-timesteps", "1000000"],
         cwd=tmp_path,
@@ -764,8 +805,8 @@ def test_command_line_alone_in_an_empty_folder(name, tmp_path):
     assert process.returncode == 143 and time.perf_counter() - start < 10
     assert "stopped" in err and "Traceback" not in err and "Gym" not in err
     step = load(tmp_path / "runs/a")["step"]
-    assert step >= ITERATION[name]
-    total = str(step + 2 * ITERATION[name])
+    assert step >= 64
+    total = str(step + 2 * 64)
     done = subprocess.run(
         [sys.executable, f"{name}.py", "--resume", "runs/a", "--total-timesteps", total],
         cwd=tmp_path, capture_output=True, text=True,
