@@ -119,3 +119,36 @@ def one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+class RareDoor(gym.vector.VectorEnv):
+    """A corridor with its door at the far end, next-step autoreset: no reward but behind the door, which random play
+    hardly ever reaches. Half of the actions walk on, half walk back; a game is cut after `limit` steps. `reached`
+    counts the games that got through the door. A frame shows the position as a bright square."""
+
+    metadata = {"autoreset_mode": NEXT_STEP}
+
+    def __init__(self, num_envs=8, depth=20, limit=60, shape=(4, 44, 44)):
+        self.num_envs, self.depth, self.limit, self.reached = num_envs, depth, limit, 0
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+        self.single_action_space = gym.spaces.Discrete(4)
+        self.position, self.t, self.over = np.zeros(num_envs, int), np.zeros(num_envs, int), np.zeros(num_envs, bool)
+
+    def frames(self):
+        frames = np.zeros((self.num_envs, *self.single_observation_space.shape), np.uint8)
+        for env, position in enumerate(self.position):
+            y, x = divmod(int(position), 5)
+            frames[env, :, 8 * y : 8 * y + 8, 8 * x : 8 * x + 8] = 255
+        return frames
+
+    def reset(self, *, seed=None, options=None):
+        return self.frames(), {}
+
+    def step(self, actions):
+        fresh, self.t = self.over, np.where(self.over, 0, self.t + 1)
+        walked = np.maximum(self.position + np.where(actions % 2 == 1, 1, -1), 0)
+        self.position = np.where(fresh, 0, walked)
+        ended = (self.position == self.depth) & ~fresh
+        cut = (self.t >= self.limit) & ~ended & ~fresh
+        self.over, self.reached = ended | cut, self.reached + int(ended.sum())
+        return self.frames(), ended.astype(np.float32), ended, cut, {}

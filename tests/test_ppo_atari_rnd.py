@@ -1,0 +1,678 @@
+"""The algorithm of ppo_atari_rnd.py against independent oracles, and its environments against hand-kept books."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, RareDoor, random_episodes
+
+import ppo_atari_rnd
+from ppo_atari_rnd import RND, Agent, Args, Episodes, RunningMoments, ppo_terms, score, train
+
+SHAPE, SMALL = (4, 44, 44), dict(num_envs=4, num_steps=16, minibatch_size=32, update_epochs=1, warmup_steps=3)
+SMALL |= dict(rnd_features=8, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+
+
+def run(tmp_path, envs, iterations=1, name="run", **changes):
+    args = Args(**(SMALL | dict(run_dir=str(tmp_path), run_name=name) | changes))
+    args.total_timesteps = iterations * args.batch_size
+    metrics = train(args, envs)
+    return metrics, torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+
+
+def fake(autoreset=NEXT_STEP, ends=("terminated", "truncated", "life"), cls=FakeVecEnv, **options):
+    return cls(random_episodes(4, ends=ends), autoreset, shape=SHAPE, **options)
+
+
+# ------------------------------------------------------------------------------------------------------------- maths
+
+
+def test_defaults_match_reference_table():
+    """OpenAI's published CNN setting."""
+    expected = dict(num_envs=128, num_steps=128, minibatch_size=4096, update_epochs=4, gamma=0.999, gamma_int=0.99)
+    expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=0.001, ext_coef=2, int_coef=1, lr=("1e-4",))
+    expected |= dict(adam_eps=1e-8, max_grad_norm=0, sticky=0.25, frame_skip=4, noop_max=1, fire_reset=False)
+    expected |= dict(episodic_life=False, max_episode_steps=4500, frame_size=84, stack=4, int_episodic=False)
+    expected |= dict(bonus_on="next", obs_norm="std", int_norm="filter", int_clip=0, int_reward="mean")
+    expected |= dict(predictor_mask="sample", predictor_share=0, rnd_features=512, warmup_steps=6400)
+    expected |= dict(iterations=30_000, env_id="MontezumaRevenge")
+    assert {name: getattr(Args(), name) for name in expected} == expected
+
+
+def test_network_sizes():
+    """Layer by layer as in cnn_policy_param_matched.py: conv 8/4/4, 256, 448, two residual layers, three heads."""
+    agent, rnd = Agent((4, 84, 84), 18), RND(84, 2)
+    convolutions = 4 * 64 * 32 + 32 + 32 * 16 * 64 + 64 + 64 * 16 * 64 + 64
+    hidden = 6 * 6 * 64 * 256 + 256 + 256 * 448 + 448 + 2 * (448 * 448 + 448)
+    assert sum(w.numel() for w in agent.parameters()) == convolutions + hidden + 449 * (18 + 2)
+    convolutions = 64 * 32 + 32 + 32 * 16 * 64 + 64 + 64 * 9 * 64 + 64
+    target = convolutions + 3136 * 512 + 512
+    assert sum(w.numel() for w in rnd.target.parameters()) == target
+    assert sum(w.numel() for w in rnd.predictor.parameters()) == target + 2 * (512 * 512 + 512)
+    assert not any(w.requires_grad for w in rnd.target.parameters())
+    for module, gain in (
+        (agent.hidden1, 2**0.5),
+        (agent.residual_value, 0.1),
+        (agent.policy, 0.01),
+        (agent.value, 0.01),
+    ):
+        gram = module.weight @ module.weight.T
+        torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-3, atol=1e-5)
+    assert rnd.target[1].negative_slope == rnd.predictor[3].negative_slope == 0.2
+
+
+def test_network_equals_plain_float64():
+    torch.manual_seed(0)
+    agent = Agent(SHAPE, 5)
+    obs = torch.randint(0, 256, (3, *SHAPE), dtype=torch.uint8)
+    w, x = {name: weight.double() for name, weight in agent.state_dict().items()}, obs.double() / 255
+    for i, stride in ((0, 4), (2, 2), (4, 1)):
+        x = F.conv2d(x, w[f"trunk.{i}.weight"], w[f"trunk.{i}.bias"], stride).clamp(min=0)
+    x = x.flatten(1)
+    for name in ("hidden1", "hidden2"):
+        x = (x @ w[f"{name}.weight"].T + w[f"{name}.bias"]).clamp(min=0)
+    policy, value = (
+        x + (x @ w[f"residual_{name}.weight"].T + w[f"residual_{name}.bias"]).clamp(min=0)
+        for name in ("policy", "value")
+    )
+    logits, values = agent(obs)
+    torch.testing.assert_close(logits.double(), policy @ w["policy.weight"].T + w["policy.bias"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(values.double(), value @ w["value.weight"].T + w["value.bias"], rtol=1e-4, atol=1e-6)
+
+
+def test_ppo_terms_by_hand():
+    """Half the squared error of each head, summed; no value clipping; the surrogate takes the worse of both."""
+    logits = torch.tensor([[0.0, np.log(3.0)]])  # p = 1/4, 3/4
+    values, targets = torch.tensor([[1.0, -2.0]]), torch.tensor([[4.0, 0.0]])
+    for old_p, advantage, surrogate in (
+        (0.25, 2.0, 2.0),
+        (0.2, 2.0, 1.1 * 2),
+        (0.2, -2.0, -1.25 * 2),
+        (0.5, -2.0, -1.8),
+    ):
+        row = (torch.tensor([0]), torch.tensor([advantage]), targets, torch.tensor([old_p]).log())
+        policy, value, entropy, kl, clipped = ppo_terms(logits, values, *row, 0.1)
+        assert policy.item() == pytest.approx(-surrogate) and value.item() == pytest.approx((9 + 4) / 2)
+        assert entropy.item() == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
+        ratio = 0.25 / old_p
+        assert kl.item() == pytest.approx(ratio - 1 - np.log(ratio), abs=1e-6) and clipped.item() == (old_p != 0.25)
+
+
+def test_running_moments_match_numpy():
+    rng, moments = np.random.default_rng(0), RunningMoments((2, 3))
+    batches = [rng.integers(0, 256, (n, 2, 3)) for n in (5, 1, 40)]
+    for batch in batches:
+        moments.update(torch.from_numpy(batch.astype(np.uint8)))
+    everything = np.concatenate(batches).astype(float)
+    np.testing.assert_allclose(moments.mean(), everything.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(moments.std(), everything.std(0), rtol=1e-4)
+
+
+def test_running_moments_of_constants_are_finite():
+    """A pixel that never changes has a deviation small but not zero, however long it was seen."""
+    moments = RunningMoments((2,))
+    moments.sums += torch.tensor([1.0, 255.0, 255.0**2])[:, None].double() * 2e9
+    assert (moments.std() > 0).all() and (moments.std() < 1e-2).all()
+
+
+def test_forward_filter_axis():
+    """Env k with the constant bonus k + 1: its filter tends to (k + 1) / (1 - gamma); nothing crosses envs."""
+    rnd = RND(44, 3, 4)
+    bonus = torch.tensor([1.0, 2.0, 3.0]).expand(500, 3)
+    for _ in range(4):  # it persists from rollout to rollout
+        rnd.normalize(bonus, 0.98)
+    np.testing.assert_allclose(rnd.filtered, np.array([1, 2, 3]) / (1 - 0.98), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["filter", "std", "none"])
+def test_intrinsic_normalisation_matches_numpy_loop(kind):
+    rng, rnd = np.random.default_rng(3), RND(44, 2, 4)
+    filtered, seen = np.zeros(2), []
+    for _ in range(5):
+        bonus = rng.exponential(size=(40, 2))
+        for row in bonus:
+            filtered = 0.9 * filtered + row if kind == "filter" else row
+            seen += filtered.tolist()
+        got = rnd.normalize(torch.from_numpy(bonus), 0.9, kind).numpy()
+        np.testing.assert_allclose(got, bonus / (1 if kind == "none" else np.std(seen)), rtol=1e-4)
+
+
+def test_preprocess():
+    """std: standardised and clipped to +-5; mean: only centred, in units of 255."""
+    frames = torch.randint(0, 256, (50, 1, 44, 44), dtype=torch.uint8)
+    frames[:, 0, 0, 0] = 7
+    for kind in ("std", "mean"):
+        rnd = RND(44, 1, 4, kind)
+        rnd.frames.update(frames)
+        new = frames[:3].clone()
+        new[:, 0, 0, 0] = 9
+        mean, std = frames.double().mean(0), frames.double().std(0, correction=0)
+        expected = ((new - mean) / std).clamp(-5, 5) if kind == "std" else (new - mean) / 255
+        torch.testing.assert_close(rnd.preprocess(new).double(), expected, rtol=1e-3, atol=1e-3)
+        assert rnd.preprocess(new)[0, 0, 0, 0] == pytest.approx(5 if kind == "std" else 2 / 255, rel=1e-3)
+
+
+def test_bonus_equals_per_sample_loss():
+    """The mean squared error of the features, one a row; half_sum is half their sum; nothing tracks gradients."""
+    rnd = RND(44, 1, 6)
+    frames = torch.randint(0, 256, (9, 1, 44, 44), dtype=torch.uint8)
+    rnd.frames.update(frames)
+    x = rnd.preprocess(frames)
+    error = (rnd.predictor(x) - rnd.target(x)).detach() ** 2
+    torch.testing.assert_close(rnd.bonus(frames), error.mean(1))
+    torch.testing.assert_close(rnd.bonus(frames, "half_sum"), error.sum(1) / 2)
+    assert not rnd.bonus(frames).requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------- one whole update
+
+
+def streams(envs, args, values, bonus, first):
+    """GAE of both heads in float64 by the definition: sums over each game for one, over all rows for the other."""
+    T, N, lam = args.num_steps, args.num_envs, args.gae_lambda
+    reward, ended, cut, before = (np.stack(x) for x in zip(*envs.log[first : first + T], strict=True))
+    ext, internal = np.zeros((T, N)), np.zeros((T, N))
+    for n in range(N):
+        for t in range(T):
+            factor = 1.0
+            for k in range(t, T):  # until the game's end
+                following = 0.0 if ended[k, n] else values[k + 1, n, 0]
+                ext[t, n] += factor * (reward[k, n] + args.gamma * following - values[k, n, 0])
+                factor *= args.gamma * lam
+                if ended[k, n] or cut[k, n]:
+                    break
+            factor = 1.0
+            for k in range(t, T):  # through all ends, dummy rows included
+                stop = args.int_episodic and (ended[k, n] or cut[k, n])
+                following = 0.0 if args.int_episodic and ended[k, n] else values[k + 1, n, 1]
+                internal[t, n] += factor * (bonus[k, n] + args.gamma_int * following - values[k, n, 1])
+                factor *= args.gamma_int * lam
+                if stop:
+                    break
+    return ext, internal, ~before
+
+
+def deviation(values):
+    """Of all values and of 1e-4 of an observation with mean 0 and variance 1, from which OpenAI's statistics start."""
+    n = len(values) + 1e-4
+    return np.sqrt((np.sum(np.square(values), axis=0) + 1e-4) / n - (np.sum(values, axis=0) / n) ** 2)
+
+
+def standardised(frames, shown, kind):
+    everything = np.concatenate(shown)
+    x = frames.double() - torch.from_numpy(everything.sum(0) / (len(everything) + 1e-4))
+    return (x / torch.from_numpy(deviation(everything))).clamp(-5, 5) if kind == "std" else x / 255
+
+
+def plain_agent(w, obs):
+    x = obs.double() / 255
+    for i, stride in ((0, 4), (2, 2), (4, 1)):
+        x = F.relu(F.conv2d(x, w[f"trunk.{i}.weight"], w[f"trunk.{i}.bias"], stride))
+    x = x.flatten(1)
+    for name in ("hidden1", "hidden2"):
+        x = F.relu(F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"]))
+    policy, value = (
+        x + F.relu(F.linear(x, w[f"residual_{name}.weight"], w[f"residual_{name}.bias"]))
+        for name in ("policy", "value")
+    )
+    return F.linear(policy, w["policy.weight"], w["policy.bias"]), F.linear(value, w["value.weight"], w["value.bias"])
+
+
+def plain_rnd(w, net, x):
+    for i, stride in ((0, 4), (2, 2), (4, 1)):
+        x = F.leaky_relu(F.conv2d(x, w[f"{net}.{i}.weight"], w[f"{net}.{i}.bias"], stride), 0.2)
+    x = F.linear(x.flatten(1), w[f"{net}.7.weight"], w[f"{net}.7.bias"])
+    for i in (9, 11) if net == "predictor" else ():
+        x = F.linear(F.relu(x), w[f"{net}.{i}.weight"], w[f"{net}.{i}.bias"])
+    return x
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(micro_batch=7, predictor_share=0.4),
+        dict(predictor_mask="element", predictor_share=0.4, max_grad_norm=0.05),
+        dict(
+            int_episodic=True, bonus_on="current", obs_norm="mean", int_norm="std", int_clip=0.6, int_reward="half_sum"
+        ),
+    ],
+    ids=["default", "pieces", "element", "michalnand"],
+)
+def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
+    """Two iterations with terminations, truncations, lost lives and dummy rows, recomputed in float64 from the frames.
+
+    Compared: both networks' weights, the statistics of frames and intrinsic returns, the metrics.
+    """
+    draws, real = [], torch.rand
+    monkeypatch.setattr(torch, "rand", lambda *size, **k: draws.append(real(*size, **k)) or draws[-1])
+    envs = fake()
+    options = dict(update_epochs=2, lr=("1e-3",), adam_eps=0.01, clip=0.02, vf_coef=0.7, gamma=0.95, gamma_int=0.9)
+    metrics, saved = run(tmp_path, envs, iterations=2, **options, **changes)
+    args = Args(**(SMALL | options | changes))
+    torch.manual_seed(1)
+    agent, rnd = Agent(SHAPE, 4), RND(44, 4, 8, args.obs_norm)
+    w = {name: x.double().requires_grad_() for name, x in agent.state_dict().items()}
+    r = {name: x.double() for name, x in rnd.state_dict().items() if name.startswith(("target", "predictor"))}
+    learned = [*w.values(), *(x.requires_grad_() for name, x in r.items() if name.startswith("predictor"))]
+    optimizer = torch.optim.Adam(learned, lr=1e-3, eps=0.01)
+    T, N, warmup, share = 16, 4, 3, args.predictor_share or 1
+    shown = [frame[:, -1:].astype(float) for frame in envs.seen[1 : warmup + 1]]  # all that the statistics saw
+    filtered, returns, draw = np.zeros(N), [], iter(draws)
+    for rollout in range(2):
+        first = warmup + rollout * T
+        obs = torch.from_numpy(np.stack(envs.seen[first : first + T + 1]))
+        actions = torch.from_numpy(np.stack(envs.actions[first : first + T])).long()
+        frames = obs[1:, :, -1:] if args.bonus_on == "next" else obs[:-1, :, -1:]
+        with torch.no_grad():
+            logits, values = (x.view(T + 1, N, -1) for x in plain_agent(w, obs.flatten(0, 1)))
+            x = standardised(frames.flatten(0, 1), shown, args.obs_norm)
+            raw = ((plain_rnd(r, "predictor", x) - plain_rnd(r, "target", x)) ** 2).numpy()
+            raw = (raw.mean(1) if args.int_reward == "mean" else raw.sum(1) / 2).reshape(T, N)
+            for row in raw:
+                filtered = args.gamma_int * filtered + row if args.int_norm == "filter" else row
+                returns += filtered.tolist()
+            bonus = np.minimum(raw / deviation(returns), args.int_clip or np.inf)
+            shown += [frame.numpy().astype(float) for frame in frames]
+            features = plain_rnd(r, "target", x := standardised(frames.flatten(0, 1), shown, args.obs_norm)).view(
+                T, N, -1
+            )
+            x = x.view(T, N, 1, 44, 44)
+        ext, internal, valid = streams(envs, args, values.numpy(), bonus, first)
+        advantage = torch.from_numpy(2 * ext + internal)
+        target = torch.from_numpy(np.stack([ext, internal], -1)) + values[:T]
+        old_logp = logits[:T].log_softmax(-1).gather(-1, actions[..., None])[..., 0]
+        valid, losses = torch.from_numpy(valid), []
+        for _ in range(args.update_epochs):
+            for envs_of in (slice(0, 2), slice(2, 4)):  # whole environments, in this order
+                keep = valid[:, envs_of].flatten()
+                rows = (obs[:T], actions, advantage, target, old_logp)
+                frame, action, adv, goal, old = (part[:, envs_of].flatten(0, 1)[keep] for part in rows)
+                logits, value = plain_agent(w, frame)
+                ratio = (logits.log_softmax(-1).gather(1, action[:, None])[:, 0] - old).exp()
+                clipped = torch.where(adv > 0, ratio.clamp(max=1.02), ratio.clamp(min=0.98))
+                probabilities = logits.softmax(-1)
+                entropy = -(probabilities * probabilities.log()).sum(1).mean()
+                policy, value = -(clipped * adv).mean(), (value - goal).square().sum(1).mean() / 2
+                mask = (next(draw) < share).double()
+                error = plain_rnd(r, "predictor", x[:, envs_of].flatten(0, 1)) - features[:, envs_of].flatten(0, 1)
+                predictor = (error**2 * mask).sum() / (mask * torch.ones_like(error)).sum()
+                optimizer.zero_grad()
+                (policy + 0.7 * value - 0.001 * entropy + predictor).backward()
+                if args.max_grad_norm:  # of the policy network only
+                    norm = sum(weight.grad.square().sum() for weight in w.values()) ** 0.5
+                    for weight in w.values():
+                        weight.grad *= min(1.0, args.max_grad_norm / norm.item())
+                optimizer.step()
+                losses.append([policy.item(), value.item(), entropy.item(), predictor.item()])
+    assert next(draw, None) is None
+    names = ("loss/policy", "loss/value", "loss/entropy", "loss/predictor")
+    for name, mean in zip(names, np.mean(losses, axis=0), strict=True):
+        assert metrics[name] == pytest.approx(mean, rel=2e-3, abs=1e-4), name
+    assert metrics["int/reward_raw"] == pytest.approx(raw.mean(), rel=1e-3)
+    assert metrics["int/reward_norm"] == pytest.approx(bonus.mean(), rel=1e-3)
+    assert metrics["int/return_std"] == pytest.approx(deviation(returns), rel=1e-3)
+    assert metrics["train/valid_frac"] == pytest.approx(valid.double().mean().item())
+    unexplained = [part[valid.numpy()].var(ddof=1) for part in (ext, internal)]
+    explained = 1 - np.array(unexplained) / target[valid].var(0).numpy()
+    assert metrics["train/explained_variance"] == pytest.approx(explained[0], rel=1e-2, abs=1e-3)
+    assert metrics["int/explained_variance"] == pytest.approx(explained[1], rel=1e-2, abs=1e-3)
+    np.testing.assert_allclose(saved["rnd"]["filtered"], filtered, rtol=1e-3)
+    np.testing.assert_allclose(saved["rnd"]["frames.sums"][1], np.concatenate(shown).sum(0), rtol=1e-9)
+    for name, weight in w.items():
+        torch.testing.assert_close(saved["agent"][name].double(), weight, rtol=1e-3, atol=2e-5, msg=name)
+    for name, weight in r.items():
+        torch.testing.assert_close(saved["rnd"][name].double(), weight, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_invalid_rows_have_zero_gradient(tmp_path):
+    """Reward and action of the dummy row reach no weight; its observation none either when no bonus counts."""
+
+    class Noisy(FakeVecEnv):
+        noise = 0
+
+        def frames(self):
+            frames = super().frames()
+            frames[self.over] ^= self.noise
+            return frames
+
+    saved = []
+    for dummy_reward in (0.0, -1e6):
+        envs = fake(dummy_reward=dummy_reward)
+        saved.append(run(tmp_path, envs, 2, str(dummy_reward))[1])
+    for part in ("agent", "rnd"):
+        assert all(torch.equal(saved[0][part][name], saved[1][part][name]) for name in saved[0][part])
+    saved = []
+    for noise in (0, 255):  # one action: what is acted on the final frame cannot change the stream
+        envs = fake(cls=Noisy, ends=("terminated",), num_actions=1)
+        envs.noise = noise
+        saved.append(run(tmp_path, envs, 2, f"noise {noise}", int_coef=0, vf_coef=1)[1])
+    weights = [{k: v for k, v in one["agent"].items() if not k.startswith("value")} for one in saved]
+    heads = [one["agent"]["value.weight"][0] for one in saved]  # the second row is the intrinsic head, which differs
+    assert not torch.equal(saved[0]["agent"]["value.weight"][1], saved[1]["agent"]["value.weight"][1])
+    assert torch.allclose(*heads, atol=1e-3) and weights[0].keys() == weights[1].keys()
+
+
+def test_int_gae_crosses_episodes(tmp_path, monkeypatch):
+    """Intrinsic advantages of a stream are those of the same stream without ends; extrinsic ones are not."""
+    calls, real = [], ppo_atari_rnd.gae
+    monkeypatch.setattr(ppo_atari_rnd, "gae", lambda *x: calls.append(x) or real(*x))
+    run(tmp_path, fake())
+    (_, _, ended, done, gamma, _), (bonus, value, no_end, no_done, gamma_int, lam) = calls
+    assert ended.any() and done.any() and (gamma, gamma_int, lam) == (0.999, 0.99, 0.95)
+    assert not no_end.any() and not no_done.any() and no_end.shape == no_done.shape == bonus.shape == ended.shape
+    assert value.shape == (17, 4)
+
+
+@pytest.mark.parametrize("coefs", [(1, 0), (0, 1), (2, 1)])
+def test_combined_advantage(tmp_path, monkeypatch, coefs):
+    """ext_coef x one stream + int_coef x the other, not normalised."""
+    seen, streams, terms, gae = [], [], ppo_atari_rnd.ppo_terms, ppo_atari_rnd.gae
+    monkeypatch.setattr(ppo_atari_rnd, "gae", lambda *x: streams.append(gae(*x)) or streams[-1])
+    monkeypatch.setattr(ppo_atari_rnd, "ppo_terms", lambda *x: seen.append(x[3]) or terms(*x))
+    run(tmp_path, fake(), ext_coef=coefs[0], int_coef=coefs[1], minibatch_size=64, micro_batch=64)
+    torch.testing.assert_close(seen[0], (coefs[0] * streams[0] + coefs[1] * streams[1]).flatten())
+
+
+def test_norm_order(tmp_path, monkeypatch):
+    """The bonus of rollout k is computed under the statistics through rollout k - 1, the update under those of k."""
+    counts, preprocess = [], RND.preprocess
+    monkeypatch.setattr(
+        RND, "preprocess", lambda self, x: counts.append(round(self.frames.sums[0].max().item())) or preprocess(self, x)
+    )
+    run(tmp_path, fake(), iterations=2, micro_batch=64, minibatch_size=64)
+    warmup, rollout = 3 * 4, 16 * 4  # rows
+    # for each iteration: bonus, then features, then the predictor's one minibatch
+    assert counts == [warmup, *[warmup + rollout] * 2, warmup + rollout, *[warmup + 2 * rollout] * 2]
+
+
+def test_bonus_frame_is_the_newest_of_the_next_observation(tmp_path, monkeypatch):
+    seen, bonus = [], RND.bonus
+    monkeypatch.setattr(RND, "bonus", lambda self, x, *rest: seen.append(x.clone()) or bonus(self, x, *rest))
+
+    class Layers(FakeVecEnv):
+        def frames(self):
+            frames = super().frames()
+            frames[:, :3, 1:] = 99  # older frames of the stack
+            self.seen[-1] = frames
+            return frames.copy()
+
+    for k, (which, offset) in enumerate((("next", 1), ("current", 0))):
+        envs = fake(cls=Layers)
+        run(tmp_path, envs, name=which, bonus_on=which, micro_batch=64)
+        expected = np.stack(envs.seen[3 + offset : 3 + 16 + offset])[:, :, -1:]
+        assert np.array_equal(seen[k].numpy().reshape(16, 4, 1, 44, 44), expected)
+
+
+def test_rollout_is_uint8_without_gradients(tmp_path, monkeypatch):
+    kinds, forward = set(), Agent.forward
+    monkeypatch.setattr(
+        Agent, "forward", lambda self, x: kinds.add((x.dtype, torch.is_grad_enabled(), len(x))) or forward(self, x)
+    )
+    run(tmp_path, fake(), micro_batch=32)
+    assert kinds == {(torch.uint8, False, 4), (torch.uint8, True, 32)}
+
+
+def test_predictor_sees_every_row_and_its_share(tmp_path, monkeypatch):
+    """At share 1 all next frames, those of dummy rows too; at 0.25 about a quarter; default: min(1, 32 / envs)."""
+    sizes, forward = [], torch.nn.Sequential.forward
+    envs = fake()
+
+    def spy(self, x):
+        if torch.is_grad_enabled() and x.shape[1] == 1 and len(x) > 1:
+            sizes.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(torch.nn.Sequential, "forward", spy)
+    run(tmp_path, envs, minibatch_size=64, micro_batch=64)
+    assert sizes == [64]
+    sizes.clear()
+    run(tmp_path, envs, name="b", minibatch_size=64, micro_batch=64, update_epochs=40, predictor_share=0.25)
+    assert np.mean(sizes) == pytest.approx(16, abs=3 * 12**0.5 / 40**0.5) and len(set(sizes)) > 5
+
+
+def test_minibatches_are_whole_envs_in_order(tmp_path, monkeypatch):
+    seen, terms = [], ppo_atari_rnd.ppo_terms
+    monkeypatch.setattr(ppo_atari_rnd, "ppo_terms", lambda *x: seen.append(x[3]) or terms(*x))
+    monkeypatch.setattr(ppo_atari_rnd, "gae", lambda r, *x: torch.arange(64.0).view(16, 4))
+    run(tmp_path, fake(), ext_coef=1, int_coef=0, minibatch_size=32, update_epochs=3)
+    rows = torch.arange(64.0).view(16, 4)
+    for k, minibatch in enumerate(seen):
+        assert torch.equal(minibatch, rows[:, 2 * (k % 2) : 2 * (k % 2) + 2].flatten())
+    assert len(seen) == 6
+
+
+def test_warm_up_counts_no_steps_and_loses_no_game(tmp_path, monkeypatch):
+    """Statistics of exactly the warm-up's next frames; games begun in it are reported with their whole return."""
+    games, log = [], ppo_atari_rnd.Run.log
+    monkeypatch.setattr(ppo_atari_rnd.Run, "log", lambda self, *x: games.extend(self.games) or log(self, *x))
+    envs = FakeVecEnv([[([1.0] * 10, "terminated")]] * 4, NEXT_STEP, shape=SHAPE)
+    metrics, saved = run(tmp_path, envs, warmup_steps=5)
+    assert metrics["step"] == 64 and {game[:2] for game in games} == {(10.0, 10)} and len(games) == 8
+    assert saved["rnd"]["frames.sums"][0].max().item() == pytest.approx(5 * 4 + 64, abs=1e-3)
+    resumed = Args(**(saved["args"] | dict(resume=str(tmp_path / "run"), total_timesteps=128)))
+    train(resumed, FakeVecEnv([[([1.0] * 10, "terminated")]] * 4, NEXT_STEP, shape=SHAPE))
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert saved["rnd"]["frames.sums"][0].max().item() == pytest.approx(5 * 4 + 128, abs=1e-3)  # no second warm-up
+
+
+def test_target_return_stops(tmp_path):
+    envs = FakeVecEnv([[([1.0] * 10, "terminated")]] * 4, NEXT_STEP, shape=SHAPE)
+    assert run(tmp_path, envs, 5, target_return=10.0)[0]["step"] == 64
+    assert run(tmp_path, envs, 5, "b", target_return=10.5)[0]["step"] == 5 * 64
+
+
+# --------------------------------------------------------------------------------------------------------------- learns
+
+
+class Unique(FakeVecEnv):
+    """Reset frames look like nothing else; the bonus of the row that shows one is booked in `self.bonuses`."""
+
+    def frame(self, env):
+        frame = np.full(self.shape, 40, np.uint8)
+        if self.t[env] == 0:
+            frame[:, 10:30, 10:30] = 200
+        return frame
+
+
+def test_bonus_of_the_reset_frame_falls(tmp_path, monkeypatch):
+    """A new game's first frame is only ever a dummy row's next frame: if that row did not train the predictor, its
+    bonus would stay high, a reward for dying."""
+    means, bonus = [], RND.bonus
+
+    def spy(self, frames, *rest):
+        result = bonus(self, frames, *rest)
+        means.append(result[frames[:, 0, 15, 15] == 200].mean().item())
+        return result
+
+    monkeypatch.setattr(RND, "bonus", spy)
+    envs = Unique([[([0.0] * 7, "terminated")]] * 4, NEXT_STEP, shape=SHAPE)
+    run(tmp_path, envs, 20, warmup_steps=20, lr=("1e-3",), micro_batch=64, update_epochs=2, rnd_features=64)
+    assert means[-1] < means[0] / 10
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+def test_the_bonus_finds_the_rare_door(tmp_path, seed):
+    """The agent with the bonus goes through the door five times as often as with --int-coef 0, same budget."""
+    reached = []
+    options = dict(num_envs=8, num_steps=64, minibatch_size=256, update_epochs=4, warmup_steps=64, rnd_features=32)
+    for int_coef in (1.0, 0.0):
+        envs = RareDoor()
+        run(tmp_path, envs, 40, str(int_coef), int_coef=int_coef, ext_coef=0, lr=("5e-4",), seed=seed, **options)
+        reached.append(envs.reached)
+    assert reached[0] >= 5 * max(reached[1], 1), reached
+
+
+# ------------------------------------------------------------------------------------------------------ the environment
+
+
+def atari(num_envs=4, split="training", **changes):
+    return ppo_atari_rnd.make_envs(Args(**(dict(env_id="Breakout") | changes)), split, num_envs)
+
+
+def play(envs, steps, seed=0):
+    rng, over = np.random.default_rng(seed), np.zeros(envs.num_envs, bool)
+    obs, _ = envs.reset()
+    for _ in range(steps):
+        actions = rng.integers(envs.single_action_space.n, size=envs.num_envs)
+        valid = ~over
+        obs, reward, ended, cut, info = envs.step(actions)
+        over = ended | cut
+        yield obs, reward, ended, cut, info, valid
+
+
+@pytest.mark.parametrize("episodic_life", [False, True])
+def test_true_returns_on_breakout(episodic_life):
+    """Whole games, unclipped, over lost lives and time limits, against books kept from lives and step counts."""
+    envs, episodes, games = atari(8, max_episode_steps=120, episodic_life=episodic_life), Episodes(8), []
+    books, expected = [[0.0, 0] for _ in range(8)], []
+    lost, limits = 0, 0
+    for _, reward, ended, cut, info, valid in play(envs, 600):
+        games += episodes.step(*score(reward, ended, cut, info), valid)
+        for i in range(8):
+            books[i][0] += info["reward"][i] if valid[i] else 0
+            books[i][1] += bool(valid[i])
+            lost += bool(ended[i] and info["lives"][i] > 0)
+            limits += bool(cut[i])
+            if info["lives"][i] == 0 and ended[i] or cut[i]:
+                expected.append((*books[i], i))
+                books[i] = [0.0, 0]
+    assert [(game[0], game[1], game[3]) for game in games] == expected and len(expected) > 20
+    assert limits > 5 and (lost > 20) == episodic_life
+    assert max(game[1] for game in games) <= 120 * (2 if episodic_life else 1)
+
+
+def test_truncates_at_arg_and_clips_sign():
+    """The limit is in agent steps; the training reward is the sign of the score, info has the score."""
+    envs, lengths = atari(4, max_episode_steps=50, env_id="SpaceInvaders-v5"), set()
+    rewards, raw = set(), set()
+    for _, reward, _, cut, info, _ in play(envs, 300):
+        lengths |= set(info["elapsed_step"][cut].tolist())
+        rewards |= set(reward.tolist())
+        raw |= set(info["reward"].tolist())
+    assert lengths == {50} and rewards == {0.0, 1.0} and max(raw) >= 5
+
+
+def test_options_reach_the_emulator():
+    envs = atari(3, sticky=0.3, frame_skip=2, noop_max=5, fire_reset=True, frame_size=96, stack=2, seed=7)
+    config = envs.pool.spec.config
+    assert config.repeat_action_probability == pytest.approx(0.3) and config.frame_skip == 2 and config.noop_max == 5
+    assert config.use_fire_reset and config.img_height == config.img_width == 96 and config.reward_clip
+    assert envs.single_observation_space.shape == (2, 96, 96) and config.max_episode_steps == 4500
+
+
+def test_seed_streams_disjoint():
+    """No two envs of neighbouring runs, nor of training and evaluation, share a seed."""
+    seeds = [atari(64, split, seed=s).pool.spec.config.env_seed for s in (1, 2, 3) for split in ("training", "game")]
+    assert len({seed for one in seeds for seed in one}) == 6 * 64
+    assert atari(64, seed=1).pool.spec.config.env_seed == seeds[0]
+
+
+def test_newest_frame_is_last():
+    envs = atari(2, stack=4)
+    before, same = envs.reset()[0], 0
+    for obs, _, _, _, _, valid in play(envs, 30):
+        if valid.all():
+            assert (obs[:, :3] == before[:, 1:]).all() or not same
+            same += 1
+        before = obs
+    assert same > 20
+
+
+class Pool:
+    """EnvPool's surface with scripted rooms: env 0 visits 1, 2 in its first game and 5 in its second."""
+
+    observation_space = ppo_atari_rnd.gym.spaces.Box(0, 255, (4, 44, 44), np.uint8)
+    action_space = ppo_atari_rnd.gym.spaces.Discrete(3)
+    rooms, ends = [1, 2, 1, 5, 5, 7], [0, 0, 1, 0, 0, 0]
+
+    def __init__(self):
+        self.t = -1
+
+    def reset(self):
+        return np.zeros((1, 4, 44, 44), np.uint8), {}
+
+    def step(self, actions):
+        self.t += 1
+        ram = np.zeros((1, 128), np.uint8)
+        ram[0, 3] = self.rooms[self.t]
+        ended = np.array([bool(self.ends[self.t])])
+        info = dict(reward=np.ones(1, np.float32), terminated=ended.astype(np.int32), ram=ram)
+        return np.zeros((1, 4, 44, 44), np.uint8), np.ones(1, np.float32), ended, np.zeros(1, bool), info
+
+
+def test_rooms_by_hand():
+    """Rooms of this game only; the dummy row after the end begins the next game's."""
+    envs, counts = ppo_atari_rnd.AtariEnvs(Pool(), 1, 3), []
+    envs.reset()
+    for _ in range(6):
+        obs, reward, ended, cut, info = envs.step(np.zeros(1, int))
+        counts.append(int(score(reward, ended, cut, info)[2][0]))
+    assert counts == [1, 2, 2, 1, 1, 2] and np.flatnonzero(info["rooms"][0]).tolist() == [5, 7]
+
+
+def test_rooms_of_montezuma():
+    for env_id, known in (("MontezumaRevenge", True), ("Pitfall", True), ("Breakout", False)):
+        *_, info, _ = [*play(atari(2, env_id=env_id), 20)][-1]
+        assert ("rooms" in info) == known
+        if known:
+            assert info["rooms"][[0, 1], info["ram"][:, ppo_atari_rnd.ROOM_BYTE[env_id]]].all()
+            assert (info["rooms"].sum(1) <= (1 if env_id == "MontezumaRevenge" else 3)).all()
+
+
+@pytest.mark.slow
+def test_a_new_screen_of_pitfall_is_novel():
+    """After training the predictor on the start screen, the screen next door has at least ten times its bonus."""
+    envs = atari(8, env_id="Pitfall", sticky=0.0)
+    envs.reset()
+    start, rng = [], np.random.default_rng(0)
+    home = envs.step(np.zeros(8, int))[4]["ram"][0, 1]
+    while len(start) < 200:  # random play that stays on the first screen
+        obs, _, _, _, info = envs.step(rng.integers(18, size=8))
+        start += [torch.from_numpy(frame[-1:]) for frame in obs[info["ram"][:, 1] == home]]
+    other = []
+    for step in range(600):  # walk left, with jumps
+        obs, _, _, _, info = envs.step(np.full(8, 4 if step % 40 else 12))
+        other += [torch.from_numpy(frame[-1:]) for frame in obs[info["ram"][:, 1] != home]]
+    assert len(other) > 50
+    torch.manual_seed(0)
+    start, other, rnd = torch.stack(start), torch.stack(other), RND(84, 1)
+    rnd.frames.update(start)
+    features = rnd.target(rnd.preprocess(start))
+    optimizer = torch.optim.Adam(rnd.predictor.parameters(), lr=1e-4)
+    for _ in range(60):
+        for rows in torch.randperm(len(start)).split(64):
+            optimizer.zero_grad()
+            (rnd.predictor(rnd.preprocess(start[rows])) - features[rows]).square().mean().backward()
+            optimizer.step()
+    assert rnd.bonus(other).mean() > 10 * rnd.bonus(start).mean()
+
+
+def test_actions_are_obeyed():
+    """64-bit actions reach the game: always right and always left move Breakout's paddle apart."""
+    ends = []
+    for action in (2, 3):
+        envs = atari(1, sticky=0.0)
+        envs.reset()
+        for _ in range(15):
+            obs, *_, info = envs.step(np.array([action]))
+        ends.append(int(info["ram"][0, 72]))  # where Breakout keeps the paddle
+    assert abs(ends[0] - ends[1]) > 50
+
+
+def test_reading_args_from_a_checkpoint(tmp_path):
+    metrics, saved = run(tmp_path, fake())
+    args = Args(**saved["args"])
+    assert dataclasses.asdict(args)["rnd_features"] == 8 and metrics["run"] == str(tmp_path / "run")
+
+
+def test_same_step_envs_train_alike(tmp_path):
+    """A truncated same-step stream bootstraps from the final observation, as next-step does; no bonus counts here."""
+    weights = []
+    for autoreset, steps in ((SAME_STEP, 6), (NEXT_STEP, 8)):
+        envs = FakeVecEnv([[(np.float32([1, -1, 2]), "truncated")]] * 4, autoreset, num_actions=1, shape=SHAPE)
+        options = dict(num_steps=steps, minibatch_size=4 * steps, int_coef=0, warmup_steps=4 if steps == 8 else 3)
+        weights.append(run(tmp_path, envs, name=f"{steps}", **options)[1]["agent"])
+    torch.testing.assert_close(weights[0]["value.weight"][0], weights[1]["value.weight"][0], rtol=1e-3, atol=1e-5)
