@@ -385,7 +385,9 @@ def warm_up(envs, rnd: RND, args: Args, episodes, seen, run):
         over = ended | cut
         rnd.frames.update(torch.as_tensor(obs[:, -1:], device=rnd.filtered.device))
         if (t + 1) % -(-args.warmup_steps // 10) == 0:
-            run.say(f"warm-up of the observation statistics: {t + 1:,} of {args.warmup_steps:,} steps an env")
+            note = f"warm-up of the observation statistics: {t + 1:,} of {args.warmup_steps:,} steps an env"
+            run.say(note) if run.bar.disable else run.bar.write(note, file=sys.stderr)
+    run.mark = time.perf_counter()  # it belongs to no iteration
     return obs, over
 
 
@@ -462,7 +464,6 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         while run.goes_on(step, state):
             if rnd.frames.sums[0].max() < 1:
                 obs, over = warm_up(envs, rnd, args, episodes, seen, run)
-                run.lap("env")
             # Rollout
             for t in range(T):
                 observations[t] = torch.from_numpy(obs)  # the one copy to the device

@@ -173,7 +173,129 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
     return watch
 
 
-BASELINES = {"ppo_procgen": {"eager": eager_ppo_procgen}}
+def eager_ppo_atari_rnd(script, args) -> Stopwatch:
+    """PPO with RND the common way: the bonus step by step, every row through target and predictor in every epoch."""
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.distributions import Categorical
+
+    def convolutions(channels, last, activation):
+        sizes = ((channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, last, 1))
+        return [part for size in sizes for part in (nn.Conv2d(*size), activation())] + [nn.Flatten()]
+
+    class Net(nn.Module):
+        def __init__(self, shape, num_actions):
+            super().__init__()
+            trunk = nn.Sequential(*convolutions(shape[0], 4, nn.ReLU))
+            size = trunk(torch.zeros(1, *shape)).shape[1]
+            self.trunk = nn.Sequential(trunk, nn.Linear(size, 256), nn.ReLU(), nn.Linear(256, 448), nn.ReLU())
+            self.extra = nn.ModuleList(nn.Sequential(nn.Linear(448, 448), nn.ReLU()) for _ in range(2))
+            self.actor, self.critic = nn.Linear(448, num_actions), nn.Linear(448, 2)
+
+        def forward(self, x):
+            x = self.trunk(x / 255)
+            return self.actor(x + self.extra[0](x)), self.critic(x + self.extra[1](x))
+
+    device, features = script.choose_device(args), args.rnd_features
+    torch.manual_seed(args.seed)
+    envs = script.make_envs(args, "training", args.num_envs)
+    T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
+    net = Net(shape, envs.single_action_space.n).to(device)
+    parts, size = [convolutions(1, 3, nn.LeakyReLU) for _ in range(2)], ((shape[-1] - 8) // 4 + 1 - 4) // 2 + 1 - 2
+    hidden = [nn.Linear(64 * size**2, features), nn.ReLU(), nn.Linear(features, features), nn.ReLU()]
+    target = nn.Sequential(*parts[0], nn.Linear(64 * size**2, features)).to(device)
+    predictor = nn.Sequential(*parts[1], *hidden, nn.Linear(features, features)).to(device)
+    weights = [*net.parameters(), *predictor.parameters()]
+    optimizer = torch.optim.Adam(weights, lr=script.schedule(0, args.lr))
+    obs_rows = torch.zeros(T, N, *shape, device=device)
+    actions, logps, rewards, dones, bonuses = (torch.zeros(T, N, device=device) for _ in range(5))
+    values = torch.zeros(T, N, 2, device=device)
+    mean, var, count = np.zeros(shape[1:]), np.ones(shape[1:]), 1e-4
+    filtered, returns_var = np.zeros(N), 1.0
+    obs = torch.Tensor(envs.reset()[0]).to(device)
+    share, watch = args.predictor_share or min(1, 32 / N), Stopwatch()
+
+    def normalised(frames):
+        scale = torch.from_numpy(np.sqrt(var)).to(device)
+        return ((frames[:, -1:] - torch.from_numpy(mean).to(device)) / scale).clamp(-5, 5).float()
+
+    for _ in range(args.iterations):
+        phases, mark = dict(env=0.0, policy=0.0, bonus=0.0, learn=0.0), time.perf_counter()
+
+        def lap(phase, phases=phases):
+            nonlocal mark
+            now = time.perf_counter()
+            phases[phase], mark = phases[phase] + now - mark, now
+
+        next_rows = torch.zeros(T, N, *shape, device=device)
+        for t in range(T):
+            obs_rows[t] = obs
+            with torch.no_grad():
+                logits, values[t] = net(obs)
+                policy = Categorical(logits=logits)
+                action = policy.sample()
+            actions[t], logps[t] = action, policy.log_prob(action)
+            action = action.cpu().numpy()
+            lap("policy")
+            obs, reward, ended, cut, _ = envs.step(action)
+            rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(ended | cut).to(device)
+            next_rows[t] = obs = torch.Tensor(obs).to(device)
+            lap("env")
+            with torch.no_grad():
+                x = normalised(obs)
+                bonuses[t] = (predictor(x) - target(x)).pow(2).mean(1)
+            lap("bonus")
+        for row in bonuses.cpu().numpy():
+            filtered = args.gamma_int * filtered + row
+        returns_var = 0.9 * returns_var + 0.1 * filtered.var()
+        bonus = bonuses / returns_var**0.5
+        frames = next_rows[:, :, -1].flatten(0, 1).cpu().numpy()
+        batch_mean, batch_var, total = frames.mean(0), frames.var(0), count + len(frames)
+        delta = batch_mean - mean
+        var = (var * count + batch_var * len(frames) + delta**2 * count * len(frames) / total) / total
+        mean, count = mean + delta * len(frames) / total, total
+        lap("bonus")
+        with torch.no_grad():
+            last, trace, advantages = net(obs)[1], torch.zeros(N, 2, device=device), torch.zeros_like(values)
+            gammas = torch.tensor([args.gamma, args.gamma_int], device=device)
+            for t in reversed(range(T)):
+                following = last if t == T - 1 else values[t + 1]
+                alive = torch.stack([1 - dones[t], torch.ones(N, device=device)], -1)
+                delta = torch.stack([rewards[t], bonus[t]], -1) + gammas * following * alive - values[t]
+                advantages[t] = trace = delta + gammas * args.gae_lambda * alive * trace
+            returns = advantages + values
+            combined = advantages @ torch.tensor([args.ext_coef, args.int_coef], device=device, dtype=torch.float32)
+        lap("policy")
+        rows = [x.flatten(0, 1) for x in (obs_rows, next_rows, actions, logps, combined, returns)]
+        order = np.arange(T * N)
+        for _ in range(args.update_epochs):
+            np.random.shuffle(order)
+            for start in range(0, T * N, args.minibatch_size):
+                index = order[start : start + args.minibatch_size]
+                seen, following, action, logp, advantage, goal = (x[index] for x in rows)
+                x = normalised(following)
+                error = (predictor(x) - target(x).detach()).pow(2).mean(1)
+                mask = (torch.rand(len(error), device=device) < share).float()
+                auxiliary = (error * mask).sum() / mask.sum().clamp(min=1)
+                logits, value = net(seen)
+                policy = Categorical(logits=logits)
+                ratio = (policy.log_prob(action) - logp).exp()
+                surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
+                value_loss = 0.5 * (value - goal).pow(2).sum(1).mean()
+                loss = -surrogate + args.vf_coef * value_loss - args.ent_coef * policy.entropy().mean() + auxiliary
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(weights, args.max_grad_norm or float("inf"))
+                optimizer.step()
+                loss.item()
+        lap("learn")
+        watch.row(**phases)
+    envs.close()
+    return watch
+
+
+BASELINES = {"ppo_procgen": {"eager": eager_ppo_procgen}, "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd}}
 
 
 def env_rate(script, args, steps: int = 200) -> float:

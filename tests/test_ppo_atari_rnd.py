@@ -676,3 +676,17 @@ def test_same_step_envs_train_alike(tmp_path):
         options = dict(num_steps=steps, minibatch_size=4 * steps, int_coef=0, warmup_steps=4 if steps == 8 else 3)
         weights.append(run(tmp_path, envs, name=f"{steps}", **options)[1]["agent"])
     torch.testing.assert_close(weights[0]["value.weight"][0], weights[1]["value.weight"][0], rtol=1e-3, atol=1e-5)
+
+
+def test_same_step_truncation_adds_the_games_value(tmp_path, monkeypatch):
+    """The reward of a truncated row grows by gamma V(final observation) of the game's head, and the trace ends there."""
+    seen, gae, forward = [], ppo_atari_rnd.gae, Agent.forward
+    heads = torch.tensor([3.0, 7.0])
+    monkeypatch.setattr(Agent, "forward", lambda self, x: (forward(self, x)[0], 0 * forward(self, x)[1] + heads))
+    monkeypatch.setattr(ppo_atari_rnd, "gae", lambda *x: seen.append(x) or gae(*x))
+    envs = FakeVecEnv([[([1.0, 1.0, 2.0], "truncated"), ([5.0], "terminated")]] * 4, SAME_STEP, shape=SHAPE)
+    run(tmp_path, envs, warmup_steps=4)
+    reward, _, terminated, done, *_ = seen[0]
+    cycle = [1, 1, 2 + 0.999 * 3, 5]
+    np.testing.assert_allclose(reward[:, 0].numpy(), np.tile(cycle, 4), rtol=1e-6)
+    assert terminated[:, 0].tolist() == done[:, 0].tolist() == [0, 0, 1, 1] * 4

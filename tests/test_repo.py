@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from test_plumbing import KINDS
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 # The longest a file may be, in lines of code: blank lines, comments and docstrings are free, so nobody saves on them.
@@ -76,12 +77,20 @@ def test_readme_commands_parse():
     assert found >= 3
 
 
-def test_readme_smoke_command_runs(tmp_path):
+def smoke_commands():
+    return [line for line in commands((ROOT / "README.md").read_text()) if "--run-name smoke" in line]
+
+
+def test_every_script_has_a_smoke_command():
+    assert [Path(line.split()[1]).stem for line in smoke_commands()] == [s for s in KINDS if s in SCRIPTS]
+
+
+@pytest.mark.parametrize("line", smoke_commands(), ids=lambda line: line.split()[1])
+def test_readme_smoke_command_runs(line, tmp_path):
     """The command the README offers for CI ends well, and in less than a minute."""
-    line = next(c for c in commands((ROOT / "README.md").read_text()) if "smoke" in c)
     words = line.split("#")[0].split()[1:]
     done = subprocess.run([sys.executable, ROOT / words[0], *words[1:]], cwd=tmp_path, capture_output=True, timeout=60)
-    assert done.returncode == 0 and (tmp_path / "runs" / "smoke" / "eval.json").exists(), done.stderr
+    assert done.returncode == 0 and (tmp_path / "runs" / words[-1] / "eval.json").exists(), done.stderr
 
 
 def test_pins():
