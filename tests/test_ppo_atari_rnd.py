@@ -679,7 +679,7 @@ def test_same_step_envs_train_alike(tmp_path):
 
 
 def test_same_step_truncation_adds_the_games_value(tmp_path, monkeypatch):
-    """The reward of a truncated row grows by gamma V(final observation) of the game's head, and the trace ends there."""
+    """A truncated row gets gamma V(final observation) of the game's head on top of its reward; the trace ends there."""
     seen, gae, forward = [], ppo_atari_rnd.gae, Agent.forward
     heads = torch.tensor([3.0, 7.0])
     monkeypatch.setattr(Agent, "forward", lambda self, x: (forward(self, x)[0], 0 * forward(self, x)[1] + heads))
