@@ -6,8 +6,9 @@ Facts of the authors' code are from github.com/openai/random-network-distillatio
 Unlike most PPO: two value heads with a discount each; intrinsic returns run on through the ends of games; no
 normalisation of advantages, no clipping of values or gradients; minibatches are whole environments in a fixed order;
 the bonus of step t is for the newest frame of o_{t+1}, under the observation statistics of the rollouts before.
-Departures: EnvPool emulates (next-step autoreset: the ignored action after an end is masked; a new game fills the frame
-stack, theirs starts with zeros; one no-op frame at the start, which EnvPool cannot do without); a game cut at the time
+Departures: EnvPool emulates (next-step autoreset: a game's last frame has a bonus of its own and the new game's first
+frame another, on the row whose ignored action is masked, theirs only the second; a new game fills the frame stack,
+theirs starts with zeros; one no-op frame at the start, which EnvPool cannot do without); a game cut at the time
 limit bootstraps from its last observation, theirs ends there; PyTorch's Adam adds its epsilon after the bias
 correction; their published scores are those of a recurrent policy. Effects not measured.
 """
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -79,20 +80,20 @@ class Args:
     micro_batch: int = 0  # rows computed at once: same gradient, less memory; 0 = 64 on a CPU, all on a GPU
     total_timesteps: int = 491_520_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
-    max_minutes: float = 0  # stop before the iteration that would pass this many minutes; 0 = never
-    eval_episodes: int = 100  # games a split at the end, rounded up to the same number an env; 0 = none
+    max_minutes: float = 0  # stop before the iteration that would pass this many minutes, warm-up apart; 0 = never
+    eval_episodes: int = 100  # games at the end, rounded up to the same number an env; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     greedy: bool = False  # evaluate with argmax instead of sampled actions
-    video: bool = False  # film the first game of each split of the final evaluation: video/*.mp4
+    video: bool = False  # film the first game of the final evaluation: video/game.mp4
     track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
     quiet: bool = False  # no progress bar and no line an iteration
     # run
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    seed: int = 1  # weights, actions, minibatches, levels: equal CPU runs write equal metrics
+    seed: int = 1  # weights, games, actions, predictor's rows: equal CPU runs write equal metrics
     # environment
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    sticky: float = 0.25  # chance that a raw frame repeats the last action
+    repeat_action_probability: float = 0.25  # sticky actions: chance that a raw frame repeats the last action
     frame_skip: int = 4  # raw frames an action; the last two are merged by maximum
     noop_max: int = 1  # most no-op frames at a game's start; EnvPool needs one
     fire_reset: bool = False  # press FIRE at a game's start and after a lost life
@@ -108,7 +109,7 @@ class Args:
     lr: tuple[str, ...] = ("1e-4",)  # learning rate: one number, or step:rate knots in agent steps, linear between
     adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0  # clip the norm of the policy network's gradient; 0 = no clipping
-    target_return: float = 0  # stop when an iteration's mean return reaches this; 0 = never
+    target_return: float | None = None  # stop when an iteration's mean return reaches this
     # algorithm
     gamma: float = 0.999  # discount of the game's rewards
     gamma_int: float = 0.99  # discount of intrinsic rewards
@@ -116,8 +117,8 @@ class Args:
     clip: float = 0.1  # clip range of the probability ratio
     vf_coef: float = 1  # weight of the value term, half the squared error of each head
     ent_coef: float = 0.001  # weight of the entropy bonus
-    ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
-    int_coef: float = 1  # weight of intrinsic advantages; 0 = plain PPO
+    ext_coef: float = 2  # weight of the game's advantages; 0 = explore only, its value head is not learned either
+    int_coef: float = 1  # weight of intrinsic advantages; 0 = plain PPO, likewise
     int_episodic: bool = False  # intrinsic returns end with the game
     bonus_on: Literal["next", "current"] = "next"  # whose frame's novelty rewards step t: o_{t+1}'s or o_t's
     obs_norm: Literal["std", "mean"] = "std"  # frames of the bonus: (x - mean) / std clipped to 5, or (x - mean) / 255
@@ -139,11 +140,12 @@ class Args:
         low |= dict(frame_skip=1, stack=1, max_episode_steps=1, rnd_features=1, warmup_steps=1)
         low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
         high = dict(gamma=1, gamma_int=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024)
-        high |= dict(env_threads=1024, sticky=1, predictor_share=1, noop_max=1000, frame_skip=100, stack=100)
+        high |= dict(repeat_action_probability=1, predictor_share=1, noop_max=1000, frame_skip=100, stack=100)
+        high |= dict(max_episode_steps=2**31 - 1, env_threads=1024)
         for name, value in vars(self).items():
             least, most = low.get(name, 0), high.get(name, 10**15)
-            if isinstance(value, int | float) and not least <= value <= most:
-                size = " (an iteration, --num-envs x --num-steps)" if batch in (least, most) else ""
+            if isinstance(value, int | float) and name != "target_return" and not least <= value <= most:
+                size = f" (an iteration is {batch})" * (name in ("minibatch_size", "total_timesteps"))
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
         if self.minibatch_size % self.num_steps or batch % self.minibatch_size:
             allowed = [n * self.num_steps for n in range(1, self.num_envs + 1) if self.num_envs % n == 0]
@@ -175,9 +177,9 @@ def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
     # EnvPool's own `seed` gives env i seed + i: neighbouring seeds would share nearly all games.
     seeds = np.random.SeedSequence(stream_seed(args.seed, split)).generate_state(num_envs) >> 1
     options = dict(num_envs=num_envs, num_threads=args.env_threads or ENV_THREADS, env_seed=seeds.tolist())
-    options |= dict(repeat_action_probability=args.sticky, frame_skip=args.frame_skip, noop_max=args.noop_max)
+    options |= dict(repeat_action_probability=args.repeat_action_probability, frame_skip=args.frame_skip)
     options |= dict(use_fire_reset=args.fire_reset, episodic_life=args.episodic_life, reward_clip=True)
-    options |= dict(max_episode_steps=args.max_episode_steps, stack_num=args.stack)
+    options |= dict(max_episode_steps=args.max_episode_steps, noop_max=args.noop_max, stack_num=args.stack)
     options |= dict(img_height=args.frame_size, img_width=args.frame_size)
     return AtariEnvs(envpool.make(f"{game}-v5", env_type="gymnasium", **options), num_envs, ROOM_BYTE.get(game))
 
@@ -275,7 +277,8 @@ class RunningMoments(nn.Module):
     def update(self, x):
         """x: (B, *shape)."""
         x = x.double()
-        self.sums += torch.stack([torch.ones_like(x).sum(0), x.sum(0), x.square().sum(0)])
+        self.sums[0] += len(x)
+        self.sums[1:] += torch.stack([x.sum(0), x.square().sum(0)])
 
     def mean(self):
         return self.sums[1] / self.sums[0]
@@ -348,17 +351,17 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     return advantage
 
 
-def ppo_terms(logits, values, action, advantage, targets, old_logp, clip: float):
-    """The five TERMS of each row, (5, B); logits are (B, A), values and targets (B, 2), the rest (B,).
+def ppo_terms(logits, values, action, advantage, targets, old_logp, heads, clip: float):
+    """The five TERMS of each row, (5, B); logits are (B, A), values and targets (B, 2), heads (2,), the rest (B,).
 
-    Negated clipped surrogate (PPO, eq. 7), half the squared errors of both value heads, entropy, the sampled estimate
-    r - 1 - log r of KL(old || new), and whether the ratio r is outside the clip range.
+    Negated clipped surrogate (PPO, eq. 7), half the squared errors of the value heads (times `heads`), entropy, the
+    sampled estimate r - 1 - log r of KL(old || new), and whether the ratio r is outside the clip range.
     """
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, action[:, None]).squeeze(-1) - old_logp
     ratio = log_ratio.exp()
     policy = -torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    value_error, entropy = 0.5 * (values - targets).square().sum(-1), -(logp.exp() * logp).sum(-1)
+    value_error, entropy = 0.5 * ((values - targets).square() * heads).sum(-1), -(logp.exp() * logp).sum(-1)
     return torch.stack([policy, value_error, entropy, ratio - 1 - log_ratio, ((ratio - 1).abs() > clip).float()])
 
 
@@ -388,6 +391,7 @@ def warm_up(envs, rnd: RND, args: Args, episodes, seen, run):
             note = f"warm-up of the observation statistics: {t + 1:,} of {args.warmup_steps:,} steps an env"
             run.say(note) if run.bar.disable else run.bar.write(note, file=sys.stderr)
     run.mark = time.perf_counter()  # it belongs to no iteration
+    run.bar.unpause()
     return obs, over
 
 
@@ -409,18 +413,20 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             return dict(step=saved["step"], run=str(saved["path"].parent))
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(args.seed)
-    envs = make_envs(args, "training", args.num_envs) if own else envs
+    # A resumed run must not replay the emulators' random numbers, which no checkpoint can save.
+    stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
+    envs = make_envs(args, stream, 1 if args.evaluate else args.num_envs) if own else envs
     T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     autoreset = envs.metadata.get("autoreset_mode")
-    if envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+    if not args.evaluate and envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         raise UsageError(f"--num-envs {N}: given {envs.num_envs} envs with autoreset {autoreset}")
+    if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 36:
+        raise UsageError(f"observations of shape {obs_shape}: must be (frames, S, S) with S at least 36")
     same_step = autoreset == AutoresetMode.SAME_STEP
     agent, rnd = Agent(obs_shape, A).to(device), RND(obs_shape[-1], N, args.rnd_features, args.obs_norm).to(device)
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
-    forward = autocast(
-        lambda frames: network(torch.as_tensor(frames, device=device))
-    )  # -> logits (B, A), values (B, 2)
+    forward = autocast(lambda obs: network(torch.as_tensor(obs, device=device)))  # -> logits (B, A), values (B, 2)
     act = torch.no_grad()(forward)
     weights = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps)
@@ -458,13 +464,15 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     actions = torch.zeros(T, N, dtype=torch.int64, device=device)
     logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, 2, device=device)  # V: game's, intrinsic
     rewards, terminated, done, valid = (torch.zeros(T, N) for _ in range(4))
-    minibatches = torch.arange(T * N, device=device).view(T, N).split(args.minibatch_size // T, dim=1)
+    minibatches = torch.arange(T * N).view(T, N).split(args.minibatch_size // T, dim=1)  # on the CPU: nothing waits
+    heads = torch.tensor([args.ext_coef > 0, args.int_coef > 0], dtype=torch.float32, device=device)  # the learned ones
 
     with Run(args, saved, nn.ModuleList([agent, rnd]), device, micro_batch) as run:
         while run.goes_on(step, state):
-            if rnd.frames.sums[0].max() < 1:
+            if step == 0:
                 obs, over = warm_up(envs, rnd, args, episodes, seen, run)
             # Rollout
+            cut_int = torch.zeros(T, N)  # added to the bonus by a truncation: --int-episodic, same-step envs
             for t in range(T):
                 observations[t] = torch.from_numpy(obs)  # the one copy to the device
                 valid[t] = torch.from_numpy(is_valid := ~over | same_step)
@@ -479,8 +487,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 over = ended | cut
                 rewards[t], terminated[t], done[t] = map(torch.from_numpy, (np.float32(reward), ended, over))
                 for i in np.flatnonzero(cut & ~ended & same_step):  # obs is the next game's: bootstrap here
-                    rewards[t, i] += args.gamma * act(info["final_obs"][i][None])[1][0, 0].item()
-                    terminated[t, i] = 1
+                    value = act(info["final_obs"][i][None])[1][0].tolist()
+                    rewards[t, i] += args.gamma * value[0]
+                    terminated[t, i], cut_int[t, i] = 1, args.gamma_int * value[1] * args.int_episodic
                 run.lap("env", N / 2)
             observations[T] = torch.from_numpy(obs)
             values[T] = act(observations[T])[1]
@@ -489,19 +498,21 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # Bonus under the statistics so far, then new statistics, then the features that the predictor is to learn
             frames = (observations[1:] if args.bonus_on == "next" else observations[:-1])[:, :, -1:].flatten(0, 1)
             pieces = frames.split(max(micro_batch, N))
-            raw = torch.cat([rnd.bonus(piece, args.int_reward) for piece in pieces]).view(T, N)
+            with autocast:
+                raw = torch.cat([rnd.bonus(piece, args.int_reward).float() for piece in pieces]).view(T, N)
             bonus = rnd.normalize(raw, args.gamma_int, args.int_norm).clamp(max=args.int_clip or np.inf)
             for rows in frames.split(N):
                 rnd.frames.update(rows)
-            with torch.no_grad():
-                features = torch.cat([rnd.target(rnd.preprocess(piece)) for piece in pieces])
+            with torch.no_grad(), autocast:
+                features = torch.cat([rnd.target(rnd.preprocess(piece)).float() for piece in pieces])
+            bonus = bonus.cpu()
             run.lap("bonus")
 
             # Targets
-            baseline, mask, ends = values.cpu().unbind(-1), valid.bool(), (terminated, done)
+            baseline, mask, zeros = values.cpu().unbind(-1), valid.bool(), torch.zeros(T, N)
             advantages_ext = gae(rewards, baseline[0], terminated, done, args.gamma, args.gae_lambda)
-            ends = (terminated, done) if args.int_episodic else (torch.zeros(T, N), torch.zeros(T, N))
-            advantages_int = gae(bonus.cpu(), baseline[1], *ends, args.gamma_int, args.gae_lambda)
+            ends = (terminated, done) if args.int_episodic else (zeros, zeros)
+            advantages_int = gae(bonus + cut_int, baseline[1], *ends, args.gamma_int, args.gae_lambda)
             advantages = args.ext_coef * advantages_ext + args.int_coef * advantages_int
             both = torch.stack([advantages_ext, advantages_int], -1)
             targets = both + torch.stack(baseline, -1)[:T]
@@ -515,22 +526,22 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             lr = optimizer.param_groups[0]["lr"] = schedule(step, args.lr)
             stats = torch.zeros(args.update_epochs, num_minibatches, len(TERMS) + 2, device=device)
             for epoch in range(args.update_epochs):
-                for m, minibatch in enumerate(minibatches):
-                    count = batch[-1][minibatch := minibatch.flatten()].sum().clamp(min=1)
-                    # Which rows (or features of them) train the predictor; drawn on the CPU, so that nothing waits
-                    kept = (
-                        torch.rand(len(minibatch), 1 if args.predictor_mask == "sample" else args.rnd_features) < share
-                    )
-                    total = max(kept.sum().item(), 1) * args.rnd_features / kept.shape[1]
+                for m, minibatch in enumerate(part.flatten() for part in minibatches):
+                    count = batch[-1][minibatch.to(device, non_blocking=True)].sum().clamp(min=1)
+                    # Which rows, or features of them, train the predictor; the others do not go through it
+                    columns = 1 if args.predictor_mask == "sample" else args.rnd_features
+                    kept = torch.rand(len(minibatch), columns) < share
+                    total = max(kept.sum().item(), 1) * args.rnd_features / columns
                     optimizer.zero_grad()
                     for i, kept_i in zip(minibatch.split(micro_batch), kept.split(micro_batch), strict=True):
-                        observed, *old, is_valid = (x[i] for x in batch)
-                        terms = ppo_terms(*forward(observed), *old, args.clip)
+                        rows, some = i.to(device, non_blocking=True), kept_i.any(1)
+                        observed, *old, is_valid = (x[rows] for x in batch)
+                        terms = ppo_terms(*forward(observed), *old, heads, args.clip)
                         terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
-                        rows = i[kept_i.any(1).to(device)]
+                        rows, kept_i = (x[some].to(device, non_blocking=True) for x in (i, kept_i))
                         with autocast:
                             error = (rnd.predictor(rnd.preprocess(frames[rows])).float() - features[rows]).square()
-                        predictor = (error * kept_i[kept_i.any(1)].to(device)).sum() / total
+                        predictor = (error * kept_i).sum() / total
                         loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2] + predictor
                         loss.backward()
                         stats[epoch, m, :-1] += torch.cat([terms, predictor[None]]).detach()
@@ -551,8 +562,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if own and args.eval_every and step % args.eval_every < args.batch_size:
                 metrics["eval/return"] = evaluate_splits(agent, args)["game"]["mean"]
             metrics = run.log(step, metrics)
-            if args.target_return and metrics.get("episode/return", -np.inf) >= args.target_return:
-                run.total = step
+            if args.target_return is not None and metrics.get("episode/return", -np.inf) >= args.target_return:
+                run.say(f"--target-return {args.target_return} reached at step {step:,}")
+                run.args, run.total = replace(args, total_timesteps=step), step
         if own and args.eval_episodes and run.completed:
             metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
     return metrics | dict(step=step, run=str(run.folder))
@@ -614,7 +626,7 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
         results[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=share)
         if folder:
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
-            print(f"{name}: return {mean:.2f}{error}, {n} games, normalized {share}", flush=True)
+            print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
             write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
         if film:
             import imageio.v3 as imageio

@@ -152,7 +152,7 @@ class Args:
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
-                size = " (an iteration, --num-envs x --num-steps)" if batch in (least, most) else ""
+                size = f" (an iteration is {batch})" * (name in ("minibatch_size", "total_timesteps"))
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
@@ -377,27 +377,27 @@ def augment(frames, names, prob: float):
 
     Ranges of the reference, for 64 x 64: flip each axis (actions stay), rotate by up to 20 degrees, crop a side to
     48 to 64 pixels and resize, translate by up to 8 pixels (wrapping around), pad by 10 (reflected) and crop. Each maps
-    the coordinates `at`, (2, B, S, S), x and y from the centre, that new pixels are read from; these are interpolated.
+    the coordinates `at`, (2, B, S, S), x and y from the centre, that new pixels are taken from; outside is black.
     """
-    half = (frames.shape[-1] - 1) / 2
+    half, B = (frames.shape[-1] - 1) / 2, len(frames)
     line = torch.arange(frames.shape[-1], device=frames.device) - half
+    at = torch.stack(torch.meshgrid(line, line, indexing="xy"))[:, None]
 
     def draw(low, high, axes=2):
-        return torch.empty(axes, len(frames), 1, 1, device=frames.device).uniform_(low, high)
+        return torch.empty(axes, B, 1, 1, device=frames.device).uniform_(low, high)
 
     moves = dict(
         flip=lambda: at * (2 * draw(0, 2).floor() - 1),
-        rotate=lambda: at * (turn := draw(-math.pi / 9, math.pi / 9, 1)).cos() + at.flip(0) * signs * turn.sin(),
+        rotate=lambda: at * (turn := draw(-math.pi / 9, math.pi / 9, 1)).cos() + turned * turn.sin(),
         crop=lambda: at * (share := draw(3 / 4, 1, 1)) + half * (1 - share) * draw(-1, 1),
         translate=lambda: (at + half + draw(-8, 9).floor()) % (2 * half + 1) - half,
         pad_crop=lambda: half - (2 * half - (at + half + draw(-10, 11).floor()).abs()).abs(),
     )
-    signs = line.new_tensor([-1, 1]).view(2, 1, 1, 1)
-    at = torch.stack(torch.meshgrid(line, line, indexing="xy"))[:, None]
-    for name in reversed(names):
-        at = torch.where(draw(0, 1, 1) < prob, moves[name](), at)
-    grid = at.permute(1, 2, 3, 0) / (half + 0.5)
-    return F.grid_sample(frames.float(), grid, align_corners=False).round().to(torch.uint8)
+    moved, turned = frames.float(), torch.stack([-at[1], at[0]])
+    for name in names:
+        grid = torch.where(draw(0, 1, 1) < prob, moves[name](), at).permute(1, 2, 3, 0) / (half + 0.5)
+        moved = F.grid_sample(moved, grid, align_corners=False)
+    return moved.round().to(torch.uint8)
 
 
 def standardize(x, valid):
@@ -425,10 +425,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             return dict(step=saved["step"], run=str(saved["path"].parent))
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(args.seed)
-    envs = make_envs(args, "training", args.num_envs) if own else envs
+    envs = make_envs(args, "training", 1 if args.evaluate else args.num_envs) if own else envs
     T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     autoreset = envs.metadata.get("autoreset_mode")
-    if envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+    if not args.evaluate and envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         raise UsageError(f"--num-envs {N}: given {envs.num_envs} envs with autoreset {autoreset}")
     same_step = autoreset == AutoresetMode.SAME_STEP
     agent = Agent(obs_shape, A, args.channels, args.pool, args.input_shift, args.ortho_heads).to(device)
@@ -447,10 +447,11 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             step, kl_coef = saved["step"], saved["kl_coef"]
             agent.load_state_dict(saved["agent"])
             optimizer.load_state_dict(saved["optimizer"])
-            normalizer = RewardNormalizer(args.norm_reward, *saved["normalizer"])
+            normalizer = RewardNormalizer(args.norm_reward, [0.0] * N, saved["normalizer"][1])
         if args.resume and saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
             envs.set_state(saved["envs"])
             obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
+            normalizer = RewardNormalizer(args.norm_reward, *saved["normalizer"])
         if args.resume:
             set_rng_state(saved["rng"], device)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -606,7 +607,7 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
         results[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=share)
         if folder:
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
-            print(f"{name}: return {mean:.2f}{error}, {n} games, normalized {share}", flush=True)
+            print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
             write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
         if film:
             import imageio.v3 as imageio

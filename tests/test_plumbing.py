@@ -63,7 +63,8 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
             ("--minibatch-size 65", ["--minibatch-size", "65", "64"]),
             ("--minibatch-size 24", ["--minibatch-size", "24", "whole environments", "16, 32, 64"]),
             ("--minibatch-size 48", ["--minibatch-size", "48", "whole environments", "16, 32, 64"]),
-            ("--sticky 1.1", ["--sticky", "1.1"]),
+            ("--repeat-action-probability 1.1", ["--repeat-action-probability", "1.1"]),
+            ("--max-episode-steps 3000000000", ["--max-episode-steps", "3000000000"]),
             ("--predictor-share 1.1", ["--predictor-share", "1.1"]),
             ("--warmup-steps 0", ["--warmup-steps", "0"]),
             ("--ent-coef inf", ["--ent-coef", "inf"]),
@@ -280,6 +281,77 @@ def test_track(script, capfd, monkeypatch):
         and error.count("\n") == 1
         and not (script.path / "runs" / "x").exists()
     )
+
+
+def test_time_split_sums(script, monkeypatch):
+    """The phases are the iteration, within 5 %; a warm-up and evaluations belong to none."""
+    wall, mark, run = [], [], script.module.Run
+    log, goes_on = run.log, run.goes_on
+
+    def timed_goes_on(*rest):
+        result = goes_on(*rest)
+        mark.append(time.perf_counter())
+        return result
+
+    monkeypatch.setattr(run, "goes_on", timed_goes_on)
+    monkeypatch.setattr(run, "log", lambda *rest: wall.append(time.perf_counter() - mark[-1]) or log(*rest))
+    envs = script.fake()
+    metrics = script.module.train(script.small(run_name="t", num_steps=64, total_timesteps=2 * 256), envs)
+    parts = [metrics[name] for name in script.module.COLUMNS if name.startswith("time/") and name != "time/sps"]
+    assert min(parts) > 0 and sum(parts) == pytest.approx(wall[-1], rel=0.05)
+    assert metrics["time/sps"] == pytest.approx(256 / wall[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_reward_raises(script, bad):
+    """The message names step and term, and the checkpoint before it stays."""
+    args = script.small(run_name="n", total_timesteps=4 * 64, checkpoint_every=0)
+    poisoned = getattr(args, "warmup_steps", 0) + 40
+
+    class Poisoned(FakeVecEnv):
+        def step(self, actions):
+            obs, reward, *rest = super().step(actions)
+            return obs, np.where(len(self.actions) == poisoned, bad, reward).astype(np.float32), *rest
+
+    with pytest.raises(FloatingPointError, match="loss/.* after step 128"):
+        script.module.train(args, script.fake(SAME_STEP, Poisoned))
+    saved = load(script.path / "n")
+    assert saved["step"] == 128 and all(torch.isfinite(weight).all() for weight in saved["agent"].values())
+
+
+@pytest.mark.slow
+def test_compile_matches_eager(script):
+    """Same weights within float tolerance, and a compiled run's checkpoint loads without it."""
+    weights = []
+    for compiled in (False, True):
+        args = script.small(run_name=str(compiled), compile=compiled, total_timesteps=3 * 64)
+        envs = FakeVecEnv(random_episodes(4), SAME_STEP, num_actions=1, shape=script.shape)
+        script.module.train(args, envs)
+        weights.append(load(script.path / str(compiled))["agent"])
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_bf16_keeps_weights_and_losses(script):
+    """Under autocast weights, optimiser and checkpoint stay float32, and losses close to float32's."""
+    metrics = []
+    for precision in ("fp32", "bf16"):
+        args = script.small(run_name=precision, precision=precision, total_timesteps=64)
+        envs = FakeVecEnv(random_episodes(4), SAME_STEP, num_actions=1, shape=script.shape)
+        metrics.append(script.module.train(args, envs))
+        assert all(weight.dtype == torch.float32 for weight in load(script.path / precision)["agent"].values())
+    for name in ("loss/value", "train/grad_norm"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=0.1) and metrics[1][name] != metrics[0][name]
+
+
+def test_evaluation_makes_one_training_env(script, monkeypatch):
+    """--evaluate needs the shapes of the training environments, not the environments."""
+    assert script.run("--total-timesteps", script.steps, "--run-name", "a", "--eval-episodes", 0) == 0
+    made, make = [], script.module.make_envs
+    monkeypatch.setattr(script.module, "make_envs", lambda *rest: made.append(rest[1:]) or make(*rest))
+    assert script.run("--evaluate", "runs/a", "--eval-episodes", 2, tiny=False) == 0
+    assert made[0] == ("training", 1) and {split for split, _ in made[1:]} <= set(script.splits)
 
 
 # --------------------------------------------------------------------------------------------- reproducing and resuming

@@ -33,7 +33,9 @@ def test_defaults_match_reference_table():
     """OpenAI's published CNN setting."""
     expected = dict(num_envs=128, num_steps=128, minibatch_size=4096, update_epochs=4, gamma=0.999, gamma_int=0.99)
     expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=0.001, ext_coef=2, int_coef=1, lr=("1e-4",))
-    expected |= dict(adam_eps=1e-8, max_grad_norm=0, sticky=0.25, frame_skip=4, noop_max=1, fire_reset=False)
+    expected |= dict(
+        adam_eps=1e-8, max_grad_norm=0, repeat_action_probability=0.25, frame_skip=4, noop_max=1, fire_reset=False
+    )
     expected |= dict(episodic_life=False, max_episode_steps=4500, frame_size=84, stack=4, int_episodic=False)
     expected |= dict(bonus_on="next", obs_norm="std", int_norm="filter", int_clip=0, int_reward="mean")
     expected |= dict(predictor_mask="sample", predictor_share=0, rnd_features=512, warmup_steps=6400)
@@ -93,7 +95,7 @@ def test_ppo_terms_by_hand():
         (0.5, -2.0, -1.8),
     ):
         row = (torch.tensor([0]), torch.tensor([advantage]), targets, torch.tensor([old_p]).log())
-        policy, value, entropy, kl, clipped = ppo_terms(logits, values, *row, 0.1)
+        policy, value, entropy, kl, clipped = ppo_terms(logits, values, *row, torch.ones(2), 0.1)
         assert policy.item() == pytest.approx(-surrogate) and value.item() == pytest.approx((9 + 4) / 2)
         assert entropy.item() == pytest.approx(-0.25 * np.log(0.25) - 0.75 * np.log(0.75))
         ratio = 0.25 / old_p
@@ -357,10 +359,21 @@ def test_invalid_rows_have_zero_gradient(tmp_path):
         envs = fake(cls=Noisy, ends=("terminated",), num_actions=1)
         envs.noise = noise
         saved.append(run(tmp_path, envs, 2, f"noise {noise}", int_coef=0, vf_coef=1)[1])
-    weights = [{k: v for k, v in one["agent"].items() if not k.startswith("value")} for one in saved]
-    heads = [one["agent"]["value.weight"][0] for one in saved]  # the second row is the intrinsic head, which differs
-    assert not torch.equal(saved[0]["agent"]["value.weight"][1], saved[1]["agent"]["value.weight"][1])
-    assert torch.allclose(*heads, atol=1e-3) and weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(saved[0]["agent"][name], saved[1]["agent"][name]) for name in saved[0]["agent"])
+    assert not all(torch.equal(saved[0]["rnd"][name], saved[1]["rnd"][name]) for name in saved[0]["rnd"])
+
+
+def test_a_coefficient_of_zero_turns_its_stream_off(tmp_path):
+    """--ext-coef 0: rewards reach no weight. --int-coef 0: the bonus reaches none of the policy's."""
+    saved = []
+    for scale in (0, 100):
+        envs = FakeVecEnv([[([float(scale)] * 5, "terminated")]] * 4, NEXT_STEP, shape=SHAPE)
+        saved.append(run(tmp_path, envs, 2, f"ext {scale}", ext_coef=0)[1])
+    assert all(torch.equal(saved[0]["agent"][name], saved[1]["agent"][name]) for name in saved[0]["agent"])
+    saved = []
+    for kind in ("mean", "half_sum"):
+        saved.append(run(tmp_path, fake(), 2, f"int {kind}", int_coef=0, int_norm="none", int_reward=kind)[1])
+    assert all(torch.equal(saved[0]["agent"][name], saved[1]["agent"][name]) for name in saved[0]["agent"])
 
 
 def test_int_gae_crosses_episodes(tmp_path, monkeypatch):
@@ -469,7 +482,45 @@ def test_warm_up_counts_no_steps_and_loses_no_game(tmp_path, monkeypatch):
 def test_target_return_stops(tmp_path):
     envs = FakeVecEnv([[([1.0] * 10, "terminated")]] * 4, NEXT_STEP, shape=SHAPE)
     assert run(tmp_path, envs, 5, target_return=10.0)[0]["step"] == 64
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    again = train(Args(**(saved["args"] | dict(resume=str(tmp_path / "run")))), envs)  # is finished
+    assert again["step"] == 64 and "loss/policy" not in again
     assert run(tmp_path, envs, 5, "b", target_return=10.5)[0]["step"] == 5 * 64
+    envs = FakeVecEnv([[([-1.0] * 10, "terminated")]] * 4, NEXT_STEP, shape=SHAPE)
+    assert run(tmp_path, envs, 5, "c", target_return=-10.0)[0]["step"] == 64
+
+
+def test_a_resumed_run_plays_other_games(tmp_path, monkeypatch):
+    """EnvPool's random numbers start with the pool: a resumed run must not replay them."""
+    streams, make = [], ppo_atari_rnd.make_envs
+    monkeypatch.setattr(
+        ppo_atari_rnd, "make_envs", lambda a, s, n: streams.append((s, make(a, s, n))) or streams[-1][1]
+    )
+    args = Args(**SMALL, env_id="Breakout", run_dir=str(tmp_path), run_name="a", total_timesteps=64)
+    train(args)
+    train(dataclasses.replace(args, total_timesteps=128, resume=str(tmp_path / "a")))
+    seeds = [set(envs.pool.spec.config.env_seed) for envs in made]
+    assert len(seeds) == 2 and not seeds[0] & seeds[1]
+
+
+def test_same_step_truncation_of_the_episodic_bonus(tmp_path, monkeypatch):
+    """With --int-episodic a truncated row's bonus grows by gamma_int V_int(final observation)."""
+    calls, gae, forward, bonus = [], ppo_atari_rnd.gae, Agent.forward, RND.bonus
+    heads = torch.tensor([3.0, 7.0])
+    monkeypatch.setattr(Agent, "forward", lambda self, x: (forward(self, x)[0], 0 * forward(self, x)[1] + heads))
+    monkeypatch.setattr(RND, "bonus", lambda self, x, *rest: 0 * bonus(self, x, *rest))
+    monkeypatch.setattr(ppo_atari_rnd, "gae", lambda *x: calls.append(x) or gae(*x))
+    envs = FakeVecEnv([[([1.0, 1.0, 2.0], "truncated"), ([5.0], "terminated")]] * 4, SAME_STEP, shape=SHAPE)
+    run(tmp_path, envs, warmup_steps=4, int_episodic=True, int_norm="none")
+    np.testing.assert_allclose(calls[1][0][:, 0].numpy(), np.tile([0, 0, 0.99 * 7, 0], 4), rtol=1e-6)
+    assert torch.equal(calls[1][2], calls[0][2]) and torch.equal(calls[1][3], calls[0][3])
+
+
+@pytest.mark.parametrize("shape", [(4, 20, 20), (4, 44, 60)])
+def test_unsuitable_frames_are_refused(tmp_path, shape):
+    with pytest.raises(ppo_atari_rnd.UsageError, match="must be"):
+        run(tmp_path, FakeVecEnv(random_episodes(4), NEXT_STEP, shape=shape))
+    assert not (tmp_path / "run").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- learns
@@ -564,7 +615,9 @@ def test_truncates_at_arg_and_clips_sign():
 
 
 def test_options_reach_the_emulator():
-    envs = atari(3, sticky=0.3, frame_skip=2, noop_max=5, fire_reset=True, frame_size=96, stack=2, seed=7)
+    envs = atari(
+        3, repeat_action_probability=0.3, frame_skip=2, noop_max=5, fire_reset=True, frame_size=96, stack=2, seed=7
+    )
     config = envs.pool.spec.config
     assert config.repeat_action_probability == pytest.approx(0.3) and config.frame_skip == 2 and config.noop_max == 5
     assert config.use_fire_reset and config.img_height == config.img_width == 96 and config.reward_clip
@@ -633,7 +686,7 @@ def test_rooms_of_montezuma():
 @pytest.mark.slow
 def test_a_new_screen_of_pitfall_is_novel():
     """After training the predictor on the start screen, the screen next door has at least ten times its bonus."""
-    envs = atari(8, env_id="Pitfall", sticky=0.0)
+    envs = atari(8, env_id="Pitfall", repeat_action_probability=0.0)
     envs.reset()
     start, rng = [], np.random.default_rng(0)
     home = envs.step(np.zeros(8, int))[4]["ram"][0, 1]
@@ -662,7 +715,7 @@ def test_actions_are_obeyed():
     """64-bit actions reach the game: always right and always left move Breakout's paddle apart."""
     ends = []
     for action in (2, 3):
-        envs = atari(1, sticky=0.0)
+        envs = atari(1, repeat_action_probability=0.0)
         envs.reset()
         for _ in range(15):
             obs, *_, info = envs.step(np.array([action]))
