@@ -492,10 +492,8 @@ def test_target_return_stops(tmp_path):
 
 def test_a_resumed_run_plays_other_games(tmp_path, monkeypatch):
     """EnvPool's random numbers start with the pool: a resumed run must not replay them."""
-    streams, make = [], ppo_atari_rnd.make_envs
-    monkeypatch.setattr(
-        ppo_atari_rnd, "make_envs", lambda a, s, n: streams.append((s, make(a, s, n))) or streams[-1][1]
-    )
+    made, make = [], ppo_atari_rnd.make_envs
+    monkeypatch.setattr(ppo_atari_rnd, "make_envs", lambda *rest: made.append(make(*rest)) or made[-1])
     args = Args(**SMALL, env_id="Breakout", run_dir=str(tmp_path), run_name="a", total_timesteps=64)
     train(args)
     train(dataclasses.replace(args, total_timesteps=128, resume=str(tmp_path / "a")))
