@@ -696,16 +696,17 @@ class Run(contextlib.AbstractContextManager):
         torch.save(self.state, file := io.BytesIO())
         write_atomically(self.folder / name, file.getbuffer())
 
-    def lap(self, phase: str, steps: float = 0):
-        """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`."""
+    def lap(self, phase: str, steps: float = 0) -> float:
+        """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`; all of it so far."""
         now, name = time.perf_counter(), f"time/{phase}_s"
         self.laps[name], self.mark = self.laps.get(name, 0.0) + now - self.mark, now
         self.bar.update(min(steps, self.bar.total - self.bar.n))
+        return self.laps[name]
 
     def log(self, step: int, metrics: dict) -> dict:
         """Add what every script logs and write one row; what is missing or None is an empty cell."""
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
-        metrics |= self.laps | dict(zip(COLUMNS[3:6], games, strict=False))
+        metrics = self.laps | dict(zip(COLUMNS[3:6], games, strict=False)) | metrics
         self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
         counts = {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
         metrics |= counts | {"time/sps": self.args.batch_size / self.spent}
