@@ -582,7 +582,7 @@ def train(args: Args, envs: list | None = None) -> dict:
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Run(args, saved, agent, device, micro_batch))
         threads = [
-            threading.Thread(target=rollouts.actor, args=(group, policy, T, args.gamma), daemon=True)
+            threading.Thread(target=rollouts.actor, args=(group, policy, T, args.gamma), daemon=True, name="actor")
             for group in (() if args.sync else groups)
         ]
         stack.callback(rollouts.stop)

@@ -85,12 +85,12 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         no_total=("--lr-schedule", "constant"),
         acts=32,  # calls of `sample` an iteration
         other=("--vtrace",),
-        huge="--num-minibatches 1",
+        huge="--num-minibatches 1 --num-groups 1",
         bad=[
             ("--env-id Brekout", ["--env-id", "Brekout", "Breakout"]),
             ("--noop-max 0", ["--noop-max", "0", "from 1"]),
             ("--minibatch-size 24", ["--minibatch-size", "24", "whole trajectories", "16"]),
-            ("--num-minibatches 3", ["--num-minibatches", "96 rows", "whole rollouts", "64 rows"]),
+            ("--num-minibatches 3 --num-groups 1", ["--num-minibatches", "96 rows", "whole rollouts", "64 rows"]),
             ("--num-groups 3", ["--num-groups", "3", "--num-envs 4"]),
             ("--num-groups 5", ["--num-groups", "5", "from 1 to 4"]),
             ("--channels 4 0 4", ["--channels", "0"]),
@@ -392,9 +392,8 @@ def test_evaluation_makes_one_training_env(script, monkeypatch):
     made, make = [], script.module.make_envs
     monkeypatch.setattr(script.module, "make_envs", lambda *rest: made.append(rest[1:]) or make(*rest))
     assert script.run("--evaluate", "runs/a", "--eval-episodes", 2, tiny=False) == 0
-    assert (
-        made[0][0].startswith("training") and made[0][1] == 1 and {split for split, _ in made[1:]} <= set(script.splits)
-    )
+    assert made[0][0].startswith("training") and made[0][1] == 1
+    assert {split for split, _ in made[1:]} <= set(script.splits)
 
 
 # --------------------------------------------------------------------------------------------- reproducing and resuming
