@@ -885,7 +885,7 @@ def test_kill_9_at_random_moments(script):
         reached.append(saved["step"] // script.steps)
         table = (killed / "metrics.csv").read_text().splitlines()
         assert len(table) - 1 >= reached[-1] and (len(reached) < 2 or reached[-1] >= reached[-2])  # nothing lost
-    assert 10 < reached[-1] < iterations and len(set(reached)) > 10
+    assert 5 <= reached[-1] < iterations and len(set(reached)) >= 5  # it died at many places
     assert script.run("--resume", killed, tiny=False) == 0
     assert timeless(killed) == timeless(script.path / "runs" / "whole")
     ends = [load(script.path / "runs" / name) for name in ("whole", "killed")]
