@@ -10,7 +10,9 @@ minibatch; minibatches are whole trajectories in a fixed order; rows that are to
 Departures: EnvPool emulates (the ignored action after an end is masked); the learning rate falls to zero (Sample
 Factory's counts frames against samples and ends at 0.75); a game cut at the time limit bootstraps from its last
 observation (theirs adds gamma V of the one before); V-trace works with normalised returns and a true bootstrap (theirs
-refuses the first and drops the last reward); one policy. Effects not measured.
+refuses the first and drops the last reward); rows that are too old are masked in the losses only (theirs leaves them
+out of GAE and scales the learning rate by the valid share too); advantages' deviation has a floor of 1e-4; groups start
+alike, not decorrelated; one policy. Effects not measured.
 """
 
 import contextlib
@@ -555,7 +557,7 @@ def train(args: Args, envs: list | None = None) -> dict:
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps)
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
 
-    groups = [Group(group, stream_seed(args.seed, f"actions {g}"), device) for g, group in enumerate(envs)]
+    groups = [Group(group, stream_seed(args.seed, f"{stream} actions {g}"), device) for g, group in enumerate(envs)]
     step, version, kl_lr, metrics = 0, 0, False, {}
     try:
         if saved:

@@ -121,6 +121,17 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+class Noisy(FakeVecEnv):
+    """Shows `noise` in the final frame of an episode, which only the dummy row holds."""
+
+    noise = 0
+
+    def frames(self):
+        frames = super().frames()
+        frames[self.over] ^= self.noise
+        return frames
+
+
 class RareDoor(gym.vector.VectorEnv):
     """A corridor with its door at the far end, next-step autoreset: no reward but behind the door, which random play
     hardly ever reaches. Half of the actions walk on, half walk back; a game is cut after `limit` steps. `reached`

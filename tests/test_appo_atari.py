@@ -142,9 +142,18 @@ def test_lag_bound(tmp_path, monkeypatch):
     assert 0 < max(lags) <= 3 * 4 and len(lags) == 40
 
 
-def test_old_rows_are_masked(tmp_path):
-    metrics, _ = run(tmp_path, [fake(ends=("life",))], 6, max_policy_lag=0, update_epochs=4)
-    assert metrics["train/valid_frac"] < 0.5 or metrics["async/policy_lag_max"] == 0
+def test_old_rows_are_masked(tmp_path, monkeypatch):
+    """Rows five SGD steps old count with --max-policy-lag 5; with 4 none does, and no weight moves."""
+    act = appo_atari.Published.act
+    monkeypatch.setattr(appo_atari.Published, "act", lambda self, obs: (*act(self, obs)[:2], self.version - 5))
+    saved = []
+    for limit in (5, 4):
+        metrics, end = run(tmp_path, [fake()], 1, str(limit), max_policy_lag=limit, sync=True, lr_schedule="constant")
+        assert (metrics["train/valid_frac"] > 0) == (limit == 5) and metrics["async/policy_lag_max"] == 5
+        saved.append(end["agent"]["policy.weight"])
+    torch.manual_seed(1)
+    start = appo_atari.Agent(SHAPE, 4, Args()).state_dict()["policy.weight"]
+    assert torch.equal(saved[1], start) and not torch.equal(saved[0], start)
 
 
 def test_actor_exception_propagates(tmp_path):

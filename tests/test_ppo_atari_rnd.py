@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, RareDoor, random_episodes
+from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, Noisy, RareDoor, random_episodes
 
 import ppo_atari_rnd
 from ppo_atari_rnd import RND, Agent, Args, Episodes, RunningMoments, ppo_terms, score, train
@@ -339,14 +339,6 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
 
 def test_invalid_rows_have_zero_gradient(tmp_path):
     """Reward and action of the dummy row reach no weight; its observation none either when no bonus counts."""
-
-    class Noisy(FakeVecEnv):
-        noise = 0
-
-        def frames(self):
-            frames = super().frames()
-            frames[self.over] ^= self.noise
-            return frames
 
     saved = []
     for dummy_reward in (0.0, -1e6):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import tyro
-from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, Noisy, random_episodes
 
 import ppo_procgen
 from ppo_procgen import (
@@ -334,14 +334,6 @@ def test_wasted_rows_have_zero_gradient(tmp_path, garbage):
 
 def test_wasted_rows_have_zero_gradient_observation(tmp_path):
     """The final frame of a *terminated* episode is in the wasted row only: it may hold anything."""
-
-    class Noisy(FakeVecEnv):
-        noise = 0
-
-        def frames(self):
-            frames = super().frames()
-            frames[self.over] ^= self.noise
-            return frames
 
     weights = []
     for noise in (0, 255):
