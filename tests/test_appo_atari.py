@@ -213,3 +213,31 @@ def test_learns_the_rewarded_action(tmp_path):
     options = dict(num_envs=8, num_groups=2, num_steps=32, minibatch_size=128, num_minibatches=2, update_epochs=2)
     metrics, _ = run(tmp_path, envs, 120, lr=("1e-3",), lr_schedule="constant", gamma=0.5, **options)
     assert metrics["episode/return"] > 0.8 * 8
+
+
+def test_the_bootstrap_is_of_the_last_observation(tmp_path, monkeypatch):
+    """Row T of the values is V(obs_T): a critic that reads a frame's step number shows which frame each value is of."""
+    calls, gae, forward = [], appo_atari.gae, appo_atari.Agent.forward
+
+    def reads_steps(self, obs):
+        logits, value = forward(self, obs)
+        return logits, 0 * value + obs[:, 0, 0, 2].float() + 1
+
+    monkeypatch.setattr(appo_atari.Agent, "forward", reads_steps)
+    monkeypatch.setattr(appo_atari, "gae", lambda *x: calls.append(x) or gae(*x))
+    envs = fake()
+    run(tmp_path, [envs], sync=True, normalize_returns=False)
+    assert np.array_equal(calls[0][1].numpy(), np.stack(envs.seen[:17])[:, :, 0, 0, 2] + 1.0)
+
+
+@pytest.mark.parametrize("vtrace", [False, True])
+def test_statistics_are_updated_once_a_dataset(tmp_path, vtrace):
+    """Observations: all rows, in units of 255. Returns: the valid rows' targets, of the first epoch with V-trace."""
+    envs = fake()
+    metrics, saved = run(tmp_path, [envs], sync=True, vtrace=vtrace, update_epochs=3)
+    frames = np.concatenate(envs.seen[:16]).astype(float) / 255
+    sums = saved["agent"]["obs_moments.sums"]
+    np.testing.assert_allclose(sums[1], frames.sum(0), rtol=1e-5)
+    np.testing.assert_allclose(sums[2], 1 + (frames**2).sum(0), rtol=1e-5)
+    valid = sum((~before).sum() for *_, before in envs.log[:16])
+    assert metrics["train/valid_frac"] == valid / 64 and saved["agent"]["return_moments.sums"][0] == 1 + valid
