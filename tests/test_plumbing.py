@@ -324,7 +324,10 @@ def test_track(script, capfd, monkeypatch):
 
 
 def test_time_split_sums(script, monkeypatch):
-    """The phases are the iteration, within 5 %; a warm-up and evaluations belong to none."""
+    """The phases are the iteration, within 5 %; a warm-up and evaluations belong to none.
+
+    A busy machine may take this process off its core between two clocks: one of the later iterations must agree.
+    """
     wall, mark, run = [], [], script.module.Run
     log, goes_on = run.log, run.goes_on
 
@@ -336,10 +339,14 @@ def test_time_split_sums(script, monkeypatch):
     monkeypatch.setattr(run, "goes_on", timed_goes_on)
     monkeypatch.setattr(run, "log", lambda *rest: wall.append(time.perf_counter() - mark[-1]) or log(*rest))
     envs = script.fake()
-    metrics = script.train(script.small(run_name="t", num_steps=64, total_timesteps=2 * 256, **script.larger), envs)
-    parts = [metrics[name] for name in script.module.COLUMNS if name.startswith("time/") and name != "time/sps"]
-    assert min(parts) > 0 and sum(parts) == pytest.approx(wall[-1], rel=0.05)
-    assert metrics["time/sps"] == pytest.approx(256 / wall[-1], rel=0.05)
+    script.train(script.small(run_name="t", num_steps=64, total_timesteps=5 * 256, **script.larger), envs)
+    names = [name for name in script.module.COLUMNS if name.startswith("time/") and name != "time/sps"]
+    off = []
+    for row, took in list(zip(rows(script.path / "t"), wall, strict=True))[1:]:
+        parts = [float(row[name]) for name in names]
+        assert min(parts) > 0
+        off.append(max(abs(sum(parts) / took - 1), abs(float(row["time/sps"]) * took / 256 - 1)))
+    assert min(off) < 0.05, off
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -595,12 +602,14 @@ def test_interrupted_final_evaluation_is_made_up_for(script, monkeypatch):
     assert len(rows(script.path / "runs/a")) == 2
 
 
-def test_max_minutes_counts_the_next_iteration(script):
+def test_max_minutes_counts_the_next_iteration(script, monkeypatch):
     """With iterations of 1 s and a limit of 2.7 s the third iteration would pass it: two are done."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     class Slow(FakeVecEnv):
         def step(self, actions):
-            time.sleep(1 / 16)
+            clock[0] += 1 / 16
             return super().step(actions)
 
     script.train(script.small(run_name="m", max_minutes=2.7 / 60), script.fake(envs=Slow))
