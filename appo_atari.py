@@ -11,12 +11,13 @@ Departures: EnvPool emulates (the ignored action after an end is masked); the le
 Factory's counts frames against samples and ends at 0.75); a game cut at the time limit bootstraps from its last
 observation (theirs adds gamma V of the one before); V-trace works with normalised returns and a true bootstrap (theirs
 refuses the first and drops the last reward); rows that are too old are masked in the losses only (theirs leaves them
-out of GAE and scales the learning rate by the valid share too); advantages' deviation has a floor of 1e-4; groups start
-alike, not decorrelated; one policy. Effects not measured.
+out of GAE and scales the learning rate by the valid share too); advantages' deviation has a floor of 1e-4; one policy.
+Effects not measured.
 """
 
 import contextlib
 import copy
+import ctypes
 import difflib
 import io
 import json
@@ -54,13 +55,15 @@ CORES = len(os.sched_getaffinity(0))
 ENV_THREADS = CORES  # by default
 CHANNELS = 1  # of one frame
 ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM holds the number of the room
+POWERCAP = Path("/sys/class/powercap")  # where Linux shows RAPL's counters
 TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac")
 # fmt: off
 COLUMNS = (
     "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/rooms", *TERMS,
     "train/grad_norm", "train/explained_variance", "train/lr", "train/valid_frac", "train/return_mean",
     "train/return_std", "async/policy_lag_mean", "async/policy_lag_max", "eval/return",
-    "time/sps", "time/env_s", "time/policy_s", "time/learn_s", "time/queue_wait_s",
+    "time/sps", "time/env_s", "time/policy_s", "time/learn_s", "time/queue_wait_s", "time/energy_j",
+    "time/j_per_mframes",
 )
 # fmt: on
 
@@ -92,6 +95,7 @@ class Args:
     # run
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
+    milestone_every: int = 0  # agent steps between checkpoints that are kept, milestone_<step>.pt; 0 = none
     seed: int = 1  # weights, games, actions; equal --sync runs on a CPU write equal metrics
     # environment
     env_id: str = "Breakout"  # Atari game as EnvPool spells it, with or without -v5
@@ -252,11 +256,12 @@ class RunningMoments(nn.Module):
         prior = torch.tensor([count, 0, count], dtype=torch.float64)  # `count` observations of mean 0 and variance 1
         self.register_buffer("sums", prior.view(3, *[1] * len(shape)).repeat(1, *shape))
 
-    def update(self, x):
-        """x: (B, *shape)."""
-        x = x.double()
+    def update(self, x, unit: float = 1.0):
+        """x: (B, *shape), measured in `unit`; pixels in float32, which is fast and exact for sums of 256 rows."""
         self.sums[0] += len(x)
-        self.sums[1:] += torch.stack([x.sum(0), x.square().sum(0)])
+        for part in x.split(256):
+            part = part.float() if x.dtype == torch.uint8 else part.double()
+            self.sums[1:] += torch.stack([part.sum(0).double() / unit, part.square().sum(0).double() / unit**2])
 
     def mean(self):
         return self.sums[1] / self.sums[0]
@@ -425,6 +430,19 @@ class Group:
         self.same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
         self.episodes, self.over, (self.obs, _) = Episodes(envs.num_envs), np.zeros(envs.num_envs, bool), envs.reset()
 
+    def step(self, action) -> tuple:
+        """A step of all environments, action (N,): reward, terminated, truncated, info, the games that ended."""
+        is_valid = ~self.over | self.same_step
+        self.obs, reward, ended, cut, info = self.envs.step(action)
+        self.over = ended | cut
+        return reward, ended, cut, info, self.episodes.step(*score(reward, ended, cut, info), is_valid)
+
+    def play_randomly(self, steps: int):
+        """A head start, so that groups differ in the age of their games (decorrelate_envs_on_one_worker of theirs)."""
+        logits = torch.zeros(self.envs.num_envs, self.envs.single_action_space.n, device=self.device)
+        for _ in range(steps):
+            self.step(sample(logits, self.generator).cpu().numpy())
+
     def state(self) -> dict:
         saved = dict(obs=torch.from_numpy(self.obs), over=torch.from_numpy(self.over), rng=self.generator.get_state())
         saved["episodes"] = (self.envs.num_envs, self.episodes.returns.tolist(), self.episodes.lengths.tolist())
@@ -452,15 +470,14 @@ class Group:
             if stopped():
                 return None
             rows["obs"][t] = torch.from_numpy(self.obs)
-            rows["valid"][t] = torch.from_numpy(is_valid := ~self.over | self.same_step)
+            rows["valid"][t] = torch.from_numpy(~self.over | self.same_step)
             logits, rows["value"][t], rows["version"][t] = policy.act(rows["obs"][t])
             action = sample(logits, self.generator)
             rows["logp"][t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
             rows["action"][t] = action
             spent["policy"], mark = spent["policy"] + time.perf_counter() - mark, time.perf_counter()
-            self.obs, reward, ended, cut, info = self.envs.step(rows["action"][t].numpy())
-            games += self.episodes.step(*score(reward, ended, cut, info), is_valid)
-            self.over = ended | cut
+            reward, ended, cut, info, over = self.step(rows["action"][t].numpy())
+            games += over
             for name, x in dict(reward=np.float32(reward), terminated=ended, done=self.over).items():
                 rows[name][t] = torch.from_numpy(x)
             for i in np.flatnonzero(cut & ~ended & self.same_step):  # obs is the next game's: bootstrap here
@@ -558,6 +575,8 @@ def train(args: Args, envs: list | None = None) -> dict:
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
 
     groups = [Group(group, stream_seed(args.seed, f"{stream} actions {g}"), device) for g, group in enumerate(envs)]
+    for g, group in enumerate(() if args.evaluate else groups):
+        group.play_randomly(g * T)
     step, version, kl_lr, metrics = 0, 0, False, {}
     try:
         if saved:
@@ -588,7 +607,12 @@ def train(args: Args, envs: list | None = None) -> dict:
             for group in (() if args.sync else groups)
         ]
         stack.callback(rollouts.stop)
+        if args.resume and args.lr_schedule == "linear" and saved["args"]["total_timesteps"] != args.total_timesteps:
+            run.say(f"the learning rate now falls to 0 at step {run.total:,}, a new --total-timesteps")
+        joules = energy_j(device)
         while run.goes_on(step, state):
+            if args.milestone_every and step and step % args.milestone_every < args.batch_size:
+                run.write(f"milestone_{step}.pt")
             # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
             if args.sync:
                 turn = step // (N * T)
@@ -610,7 +634,7 @@ def train(args: Args, envs: list | None = None) -> dict:
             with torch.no_grad():
                 if args.normalize_obs:
                     for frames in obs[:T]:
-                        agent.obs_moments.update(frames / 255)
+                        agent.obs_moments.update(frames, 255)
                 last = torch.cat([agent.in_rewards(forward(piece)[1]) for piece in obs[T].split(micro_batch)]).cpu()
 
             # Targets, in reward units
@@ -671,12 +695,30 @@ def train(args: Args, envs: list | None = None) -> dict:
             metrics |= {"async/policy_lag_mean": lag.float().mean().item(), "async/policy_lag_max": int(lag.max())}
             metrics["train/explained_variance"] = 1 - unexplained / variance if variance > 0 else None
             run.lap("learn")
+            before, joules = joules, energy_j(device)
+            if before and joules and joules >= before:  # RAPL's counter wraps around
+                metrics["time/energy_j"] = joules - before
+                metrics["time/j_per_mframes"] = 1e6 * (joules - before) / args.batch_size / args.frame_skip
             if own and args.eval_every and step % args.eval_every < args.batch_size:
                 metrics["eval/return"] = evaluate_splits(agent, args)["game"]["mean"]
             metrics = run.log(step, metrics)
         if own and args.eval_episodes and run.completed:
             metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
     return metrics | dict(step=step, run=str(run.folder))
+
+
+def energy_j(device: torch.device) -> float | None:
+    """Joules used so far by the GPU (NVML) or, on a CPU, by its packages (RAPL); None where the machine hides it."""
+    try:
+        if device.type == "cpu":
+            return sum(int(path.read_text()) for path in POWERCAP.glob("intel-rapl:?/energy_uj")) / 1e6 or None
+        nvml, handle, spent = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+        failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(spent))
+        return None if failed else spent.value / 1000
+    except OSError:  # no NVML, or not allowed to read
+        return None
 
 
 class Episodes:
@@ -720,11 +762,11 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
 
 
 def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
-    """Play at least args.eval_episodes games on each split; with `folder`, write its eval.json (and films) too.
+    """Play at least args.eval_episodes games on each split; with `folder`, write eval.json, eval.csv (and films) too.
 
     Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
     """
-    results, games = {}, -(-args.eval_episodes // 64)
+    results, table, games = {}, "split,return,length\n", -(-args.eval_episodes // 64)
     for name in splits(args):
         envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
         returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
@@ -737,6 +779,8 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
             print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
             write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
+            table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
+            write_atomically(folder / "eval.csv", table.encode())
         if film:
             import imageio.v3 as imageio
 

@@ -274,11 +274,12 @@ class RunningMoments(nn.Module):
         prior = torch.tensor([count, 0, count], dtype=torch.float64)  # `count` observations of mean 0 and variance 1
         self.register_buffer("sums", prior.view(3, *[1] * len(shape)).repeat(1, *shape))
 
-    def update(self, x):
-        """x: (B, *shape)."""
-        x = x.double()
+    def update(self, x, unit: float = 1.0):
+        """x: (B, *shape), measured in `unit`; pixels in float32, which is fast and exact for sums of 256 rows."""
         self.sums[0] += len(x)
-        self.sums[1:] += torch.stack([x.sum(0), x.square().sum(0)])
+        for part in x.split(256):
+            part = part.float() if x.dtype == torch.uint8 else part.double()
+            self.sums[1:] += torch.stack([part.sum(0).double() / unit, part.square().sum(0).double() / unit**2])
 
     def mean(self):
         return self.sums[1] / self.sums[0]
@@ -611,11 +612,11 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
 
 
 def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
-    """Play at least args.eval_episodes games on each split; with `folder`, write its eval.json (and films) too.
+    """Play at least args.eval_episodes games on each split; with `folder`, write eval.json, eval.csv (and films) too.
 
     Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
     """
-    results, games = {}, -(-args.eval_episodes // 64)
+    results, table, games = {}, "split,return,length\n", -(-args.eval_episodes // 64)
     for name in splits(args):
         envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
         returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
@@ -628,6 +629,8 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
             print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
             write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
+            table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
+            write_atomically(folder / "eval.csv", table.encode())
         if film:
             import imageio.v3 as imageio
 

@@ -592,11 +592,11 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
 
 
 def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
-    """Play at least args.eval_episodes games on each split; with `folder`, write its eval.json (and films) too.
+    """Play at least args.eval_episodes games on each split; with `folder`, write eval.json, eval.csv (and films) too.
 
     Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
     """
-    results, games = {}, -(-args.eval_episodes // 64)
+    results, table, games = {}, "split,return,length\n", -(-args.eval_episodes // 64)
     for name in splits(args):
         envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
         returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
@@ -609,6 +609,8 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
             print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
             write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
+            table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
+            write_atomically(folder / "eval.csv", table.encode())
         if film:
             import imageio.v3 as imageio
 

@@ -27,6 +27,11 @@ def fake(autoreset=NEXT_STEP, ends=("terminated", "truncated", "life"), num_envs
     return cls(random_episodes(num_envs, ends=ends), autoreset, shape=SHAPE, **options)
 
 
+def read(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def same(a, b):
     return all(torch.equal(a["agent"][name], b["agent"][name]) for name in a["agent"])
 
@@ -124,9 +129,10 @@ def test_zero_lag_equals_sync(tmp_path, vtrace):
     for name, changes in (("sync", dict(sync=True)), ("async", dict(num_batches_to_accumulate=0))):
         saved.append(run(tmp_path, [fake()], 3, name, vtrace=vtrace, update_epochs=2, **changes)[1])
     assert same(*saved) and saved[0]["version"] == saved[1]["version"] == 12
-    rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("sync", "async")]
-    timeless = [[line.split(",time")[0].split(",")[:-5] for line in lines] for lines in rows]
-    assert timeless[0] == timeless[1]
+    first, second = (read(tmp_path / name) for name in ("sync", "async"))
+    assert [{name: row[name] for name in row if "time/" not in name} for row in first] == [
+        {name: row[name] for name in row if "time/" not in name} for row in second
+    ]
 
 
 def test_lag_bound(tmp_path, monkeypatch):
@@ -217,19 +223,18 @@ def test_scaling_all_rewards_changes_little(tmp_path):
             torch.testing.assert_close(saved[0][name], saved[1][name], rtol=0.05, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("sync, share", [(True, 0.8), (False, 0.6)])
-def test_learns_the_rewarded_action(tmp_path, sync, share):
+@pytest.mark.parametrize("sync", [True, False])
+def test_learns_the_rewarded_action(tmp_path, sync):
     """On the fake env that pays for the action a frame tells: chance is 0.25, one action for two of four signs 0.5.
 
-    How far an asynchronous run gets depends on how the machine shares its cores: its best 20 iterations, a lower bar.
+    How far an asynchronous run gets depends on how the machine shares its cores: the best 20 iterations count, and a bar well under what was seen (6.0 and 6.5 to 7.7).
     """
     envs = [FakeVecEnv([[([0.0] * 8, "terminated")]] * 4, NEXT_STEP, shape=SHAPE, learn=True) for _ in range(2)]
     options = dict(num_envs=8, num_groups=2, num_steps=32, minibatch_size=128, num_minibatches=2, update_epochs=2)
     options |= dict(lr=("5e-4",), lr_schedule="constant", gamma=0.5, ent_coef=0.02, sync=sync)
     run(tmp_path, envs, 160, **options)
-    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
-        returns = [float(row["episode/return"]) for row in csv.DictReader(file)]
-    assert max(np.mean(returns[i : i + 20]) for i in range(0, 160, 20)) > share * 8
+    returns = [float(row["episode/return"]) for row in read(tmp_path / "run")]
+    assert max(np.mean(returns[i : i + 20]) for i in range(0, 160, 20)) > 0.65 * 8
 
 
 def test_the_bootstrap_is_of_the_last_observation(tmp_path, monkeypatch):
