@@ -227,7 +227,8 @@ def test_scaling_all_rewards_changes_little(tmp_path):
 def test_learns_the_rewarded_action(tmp_path, sync):
     """On the fake env that pays for the action a frame tells: chance is 0.25, one action for two of four signs 0.5.
 
-    How far an asynchronous run gets depends on how the machine shares its cores: the best 20 iterations count, and a bar well under what was seen (6.0 and 6.5 to 7.7).
+    How far an asynchronous run gets depends on how the machine shares its cores: the best 20 iterations count, against
+    a bar well under what was seen (6.0, and 6.5 to 7.7).
     """
     envs = [FakeVecEnv([[([0.0] * 8, "terminated")]] * 4, NEXT_STEP, shape=SHAPE, learn=True) for _ in range(2)]
     options = dict(num_envs=8, num_groups=2, num_steps=32, minibatch_size=128, num_minibatches=2, update_epochs=2)
