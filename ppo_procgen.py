@@ -14,6 +14,7 @@ TensorFlow's before it (at 1e-8, effect not measured).
 
 import contextlib
 import copy
+import ctypes
 import difflib
 import hashlib
 import io
@@ -728,7 +729,7 @@ class Run(contextlib.AbstractContextManager):
 
 
 def choose_device(args: Args) -> torch.device:
-    """args.device, tried out; also sets the thread count of PyTorch."""
+    """args.device, tried out; also sets the thread count of PyTorch and, on a CPU, keeps freed memory."""
     try:
         device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
         torch.zeros(1, device=device)
@@ -736,6 +737,9 @@ def choose_device(args: Args) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
+    if device.type == "cpu":  # else glibc gives large blocks back to the system again and again: 1.1 to 1.5x slower
+        for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, 2**30)
     return device
 
 

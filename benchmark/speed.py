@@ -9,13 +9,16 @@ the ratio of each pair is printed: on a machine whose speed drifts the ratio mea
 Run it with nothing else running. CPU seconds are those of all threads; peak memory is the largest resident set.
 
 The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a
-padded max-pool, a whole minibatch in one forward and backward, no compilation.
+padded max-pool, a whole minibatch in one forward and backward, no compilation. For appo_atari there are two more:
+"sync" (the script itself, without overlap) and "sample-factory" (version 2.1.1 in a virtual environment of its own,
+whose python --sample-factory names; pip install sample-factory==2.1.1 "gymnasium<1" ale-py==0.10.1 "numpy<2").
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -70,6 +73,15 @@ def measure_script(script, args) -> Stopwatch:
     return watch
 
 
+def plain_device(args):
+    """The device and PyTorch's threads as args say, its memory allocator as it comes."""
+    import torch
+
+    device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
+    torch.set_num_threads(args.torch_threads or (len(os.sched_getaffinity(0)) if device.type == "cpu" else 1))
+    return device
+
+
 def eager_ppo_procgen(script, args) -> Stopwatch:
     """PPO the common way: what `ppo_procgen.train` computes, without any of its care for speed."""
     import numpy as np
@@ -103,7 +115,7 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
             x = F.relu(self.hidden(x))
             return self.actor(x), self.critic(x).squeeze(-1)
 
-    device = script.choose_device(args)
+    device = plain_device(args)
     torch.manual_seed(args.seed)
     envs = script.make_envs(args, "training", args.num_envs)
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
@@ -197,7 +209,7 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
             x = self.trunk(x / 255)
             return self.actor(x + self.extra[0](x)), self.critic(x + self.extra[1](x))
 
-    device, features = script.choose_device(args), args.rnd_features
+    device, features = plain_device(args), args.rnd_features
     torch.manual_seed(args.seed)
     envs = script.make_envs(args, "training", args.num_envs)
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
@@ -295,7 +307,132 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
     return watch
 
 
-BASELINES = {"ppo_procgen": {"eager": eager_ppo_procgen}, "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd}}
+def eager_appo_atari(script, args) -> Stopwatch:
+    """PPO on EnvPool Atari the common way: act, then learn; frames in [0, 1], nothing else normalised."""
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.distributions import Categorical
+
+    class Net(nn.Module):
+        def __init__(self, shape, num_actions):
+            super().__init__()
+            sizes = ((shape[0], 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1))
+            trunk = nn.Sequential(*(part for size in sizes for part in (nn.Conv2d(*size), nn.ReLU())), nn.Flatten())
+            size = trunk(torch.zeros(1, *shape)).shape[1]
+            self.trunk = nn.Sequential(trunk, nn.Linear(size, 512), nn.ReLU())
+            self.actor, self.critic = nn.Linear(512, num_actions), nn.Linear(512, 1)
+
+        def forward(self, x):
+            x = self.trunk(x / 255)
+            return self.actor(x), self.critic(x).squeeze(-1)
+
+    device = plain_device(args)
+    torch.manual_seed(args.seed)
+    envs = script.make_envs(args, "training", args.num_envs)
+    T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
+    net = Net(shape, envs.single_action_space.n).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr), eps=args.adam_eps)
+    obs_rows = torch.zeros(T, N, *shape, device=device)
+    actions, logps, rewards, dones, values = (torch.zeros(T, N, device=device) for _ in range(5))
+    obs, watch = torch.Tensor(envs.reset()[0]).to(device), Stopwatch()
+    for _ in range(args.iterations):
+        phases, mark = dict(env=0.0, policy=0.0, learn=0.0), time.perf_counter()
+
+        def lap(phase, phases=phases):
+            nonlocal mark
+            now = time.perf_counter()
+            phases[phase], mark = phases[phase] + now - mark, now
+
+        for t in range(T):
+            obs_rows[t] = obs
+            with torch.no_grad():
+                logits, values[t] = net(obs)
+                policy = Categorical(logits=logits)
+                action = policy.sample()
+            actions[t], logps[t] = action, policy.log_prob(action)
+            action = action.cpu().numpy()
+            lap("policy")
+            obs, reward, ended, cut, _ = envs.step(action)
+            rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(ended | cut).to(device)
+            obs = torch.Tensor(obs).to(device)
+            lap("env")
+        with torch.no_grad():
+            following, trace, advantages = net(obs)[1], 0.0, torch.zeros_like(rewards)
+            for t in reversed(range(T)):
+                delta = rewards[t] + args.gamma * following * (1 - dones[t]) - values[t]
+                advantages[t] = trace = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
+                following = values[t]
+            returns = advantages + values
+        lap("policy")
+        rows = [x.flatten(0, 1) for x in (obs_rows, actions, logps, values, advantages, returns)]
+        order = np.arange(T * N)
+        for _ in range(args.update_epochs):
+            np.random.shuffle(order)
+            for start in range(0, T * N, args.minibatch_size):
+                index = order[start : start + args.minibatch_size]
+                frames, action, logp, old_value, advantage, target = (x[index] for x in rows)
+                logits, value = net(frames)
+                policy = Categorical(logits=logits)
+                ratio = (policy.log_prob(action) - logp).exp()
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
+                near = old_value + (value - old_value).clamp(-args.clip, args.clip)
+                value_loss = torch.max((value - target) ** 2, (near - target) ** 2).mean()
+                loss = -surrogate + args.vf_coef * value_loss - args.ent_coef * policy.entropy().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
+                optimizer.step()
+                loss.item()
+        lap("learn")
+        watch.row(**phases)
+    envs.close()
+    return watch
+
+
+def sync(script, args) -> Stopwatch:
+    """The script itself without overlap."""
+    args.sync = True
+    return measure_script(script, args)
+
+
+def sample_factory(name: str, args, seconds: float, python: str) -> dict:
+    """Sample Factory's own command with the same sizes, from its own log: the first report and what was before it are
+    discarded, and so is what came after the last dataset."""
+    game = args.env_id.removesuffix("-v5").lower()
+    flags = dict(algo="APPO", env=f"atari_{game}", device="cpu", serial_mode=False, async_rl=True, num_workers=2)
+    flags |= dict(num_envs_per_worker=args.num_envs // 2, worker_num_splits=2, rollout=args.num_steps, recurrence=1)
+    flags |= dict(batch_size=args.minibatch_size, num_batches_per_epoch=args.num_minibatches)
+    flags |= dict(num_batches_to_accumulate=args.num_batches_to_accumulate, num_epochs=args.update_epochs)
+    flags |= dict(max_grad_norm=args.max_grad_norm, train_for_seconds=int(seconds), train_for_env_steps=10**9)
+    flags |= dict(train_dir=args.run_dir, experiment="x", restart_behavior="overwrite")
+    start = Path(args.run_dir, "start.py")  # a file, which its spawned processes can import
+    text = "import ale_py, sys\nfrom sf_examples.atari.train_atari import main\n"
+    start.write_text(f"{text}if __name__ == '__main__':\n    sys.exit(main())\n")
+    command = [python, str(start), *(f"--{key}={value}" for key, value in flags.items())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    reports, lines = [], []  # (time, agent steps)
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(r"Total num frames: (\d+)", line):
+            reports.append((time.perf_counter(), int(found[1]) / args.frame_skip))
+    changes = [now for before, now in zip(reports, reports[1:], strict=False) if now[1] > before[1]]
+    if process.wait() or len(changes) < 3:
+        raise RuntimeError("".join(lines[-30:]))
+    (begin, first), (end, last) = changes[0], changes[-1]
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = (usage.ru_utime + usage.ru_stime) / reports[-1][1]  # of the whole run, its start included
+    peak = usage.ru_maxrss / 2**20  # of its largest process
+    sps = (last - first) / (end - begin)
+    return dict(variant=name, sps=sps, peak_gib=peak, env_only_sps=float("nan"), seconds_a_step=dict(cpu=cpu))
+
+
+BASELINES = {
+    "ppo_procgen": {"eager": eager_ppo_procgen},
+    "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd},
+    "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory},
+}
 
 
 def env_rate(script, args, steps: int = 200) -> float:
@@ -315,14 +452,17 @@ def env_rate(script, args, steps: int = 200) -> float:
     return rate
 
 
-def child(name: str, variant: str, iterations: int, warmup: int, flags: list[str]) -> dict:
+def child(name: str, options, flags: list[str]) -> dict:
     import tyro
 
     script = load(name)
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0", "--total-timesteps", str(10**9)]
         args = tyro.cli(script.Args, args=fixed + flags)
-        args.total_timesteps = (iterations + warmup) * args.batch_size
+        variant, warmup = options.child, options.warmup
+        if variant == "sample-factory":
+            return sample_factory(variant, args, options.seconds, options.sample_factory)
+        args.total_timesteps = (options.iterations + warmup) * args.batch_size
         rate = env_rate(script, args)
         if variant == "script":
             watch = measure_script(script, args)
@@ -360,7 +500,9 @@ def main(argv=None) -> int:
     flags = argv[argv.index("--") + 1 :] if "--" in argv else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
-    parser.add_argument("--against", choices=["eager"], help="alternate with this baseline")
+    parser.add_argument("--against", choices=["eager", "sync", "sample-factory"], help="alternate with this baseline")
+    parser.add_argument("--sample-factory", default="python", help="the python that has sample-factory[atari]")
+    parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
     parser.add_argument("--pairs", type=int, default=2, help="measurements of each (A B A B = 2)")
     parser.add_argument("--iterations", type=int, default=2, help="iterations measured in each process")
     parser.add_argument("--warmup", type=int, default=1, help="iterations discarded before them")
@@ -368,14 +510,17 @@ def main(argv=None) -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
     if options.child:
-        print(json.dumps(child(options.script, options.child, options.iterations, options.warmup, flags)))
+        print(json.dumps(child(options.script, options, flags)))
         return 0
+    if options.against and options.against not in BASELINES[options.script]:
+        parser.error(f"--against: {options.script} has only {', '.join(BASELINES[options.script])}")
     print(f"{options.script} {' '.join(flags)}\n{hardware()}")
     results = {"script": []} | ({options.against: []} if options.against else {})
     for _ in range(options.pairs):
         for variant, list_of_results in results.items():
             command = [sys.executable, __file__, options.script, "--child", variant]
-            command += ["--iterations", str(options.iterations), "--warmup", str(options.warmup), "--", *flags]
+            command += ["--iterations", str(options.iterations), "--warmup", str(options.warmup)]
+            command += ["--sample-factory", options.sample_factory, "--seconds", str(options.seconds), "--", *flags]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 print(done.stderr or done.stdout, file=sys.stderr)

@@ -1,12 +1,14 @@
 """The algorithm of appo_atari.py against independent oracles, and its threads against the one-threaded run."""
 
 import csv
+import dataclasses
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, random_episodes
 
 import appo_atari
@@ -167,13 +169,6 @@ def actors():
     return [thread for thread in threading.enumerate() if thread.name == "actor"]
 
 
-def wait_for(condition, seconds=10):
-    end = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < end
-        time.sleep(0.05)
-
-
 def test_actor_exception_propagates(tmp_path):
     class Broken(FakeVecEnv):
         def step(self, actions):
@@ -185,7 +180,7 @@ def test_actor_exception_propagates(tmp_path):
     with pytest.raises(ValueError, match="the emulator is gone"):
         run(tmp_path, [fake(cls=Broken)], 10)
     assert time.perf_counter() - start < 10
-    wait_for(lambda: not actors())
+    assert not actors()  # an interpreter that exits under one crashes
 
 
 def test_interrupt_leaves_no_actor(tmp_path, monkeypatch):
@@ -200,7 +195,7 @@ def test_interrupt_leaves_no_actor(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, [fake(num_envs=2), fake(num_envs=2)], 10, num_groups=2)
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2 * 64
-    wait_for(lambda: not actors())
+    assert not actors()  # an interpreter that exits under one crashes
 
 
 def test_wasted_rows_have_zero_gradient(tmp_path):
@@ -264,3 +259,234 @@ def test_statistics_are_updated_once_a_dataset(tmp_path, vtrace):
     np.testing.assert_allclose(sums[2], 1 + (frames**2).sum(0), rtol=1e-5)
     valid = sum((~before).sum() for *_, before in envs.log[:16])
     assert metrics["train/valid_frac"] == valid / 64 and saved["agent"]["return_moments.sums"][0] == 1 + valid
+
+
+# ---------------------------------------------------------------------------------------------------- one whole update
+
+
+def plain_agent(w, obs, stats):
+    """The network in float64: uint8 (B, ...) -> logits, normalised values."""
+    n, total, squares = stats
+    mean = total / n
+    x = ((obs.double() / 255 - mean) / (squares / n - mean**2).clamp(min=1e-12).sqrt()).clamp(-5, 5)
+    for i, stride in ((0, 4), (2, 2), (4, 1)):
+        x = F.relu(F.conv2d(x, w[f"trunk.{i}.weight"], w[f"trunk.{i}.bias"], stride))
+    x = F.relu(F.linear(x.flatten(1), w["hidden.weight"], w["hidden.bias"]))
+    return F.linear(x, w["policy.weight"], w["policy.bias"]), F.linear(x, w["value.weight"], w["value.bias"])[:, 0]
+
+
+def plain_targets(reward, value, ended, cut, gamma, lam, rho=None):
+    """Advantages and targets of one trajectory by the definitions' sums over each game; rho: V-trace, else GAE."""
+    T, target, advantage = len(reward), np.zeros(len(reward)), np.zeros(len(reward))
+    weight = np.ones(T) if rho is None else np.minimum(rho, 1)
+    for t in range(T):
+        factor, target[t] = 1.0, value[t]
+        for k in range(t, T):
+            following = 0.0 if ended[k] else value[k + 1]
+            target[t] += factor * weight[k] * (reward[k] + gamma * following - value[k])
+            factor *= gamma * (lam if rho is None else weight[k])
+            if ended[k] or cut[k]:
+                break
+    if rho is None:
+        return target - value[:-1], target
+    for t in range(T):
+        following = 0.0 if ended[t] else value[t + 1] if cut[t] or t == T - 1 else target[t + 1]
+        advantage[t] = weight[t] * (reward[t] + gamma * following - value[t])
+    return advantage, target
+
+
+@pytest.mark.parametrize("vtrace", [False, True])
+def test_two_iterations_match_plain_float64(tmp_path, vtrace):
+    """Rollout, statistics, targets, losses, Adam, from frames and actions alone, with dummy rows and all ends."""
+    envs = fake(dummy_reward=7.0)
+    args = dict(vtrace=vtrace, update_epochs=2, sync=True, adam_eps=1e-3, ent_coef=0.01, vf_clip=0.05, lr=("1e-3",))
+    metrics, saved = run(tmp_path, [envs], 2, **args)
+    torch.manual_seed(1)
+    w = {name: x.detach().double() for name, x in appo_atari.Agent(SHAPE, 4, Args()).named_parameters()}
+    for x in w.values():
+        x.requires_grad_()
+    adam = torch.optim.Adam(w.values(), eps=1e-3)
+    frames = [torch.ones((), dtype=torch.float64), torch.zeros(SHAPE).double(), torch.ones(SHAPE).double()]
+    returns, gamma = np.array([1.0, 0.0, 1.0]), 0.99
+    acting = [torch.clone(x) for x in frames]
+
+    def in_rewards(value):
+        mean = returns[1] / returns[0]
+        return value.detach().numpy().clip(-5, 5) * np.sqrt(returns[2] / returns[0] - mean**2) + mean
+
+    def standard(x):
+        mean = returns[1] / returns[0]
+        return ((torch.tensor(x) - mean) / np.sqrt(returns[2] / returns[0] - mean**2)).clamp(-5, 5)
+
+    def add_returns(x):
+        returns[:] += len(x), np.sum(x), np.sum(np.square(x))
+
+    for first in (0, 16):
+        seen = torch.from_numpy(np.stack(envs.seen[first : first + 17]))  # (T + 1, N, ...)
+        action = torch.from_numpy(np.stack(envs.actions[first : first + 16])).long()
+        reward, ended, cut, dummy = (np.stack(x) for x in zip(*envs.log[first : first + 16], strict=True))
+        logits, value = plain_agent(w, seen[:16].flatten(0, 1), acting)
+        logp = logits.detach().log_softmax(-1).gather(-1, action.view(-1, 1)).view(16, 4)
+        value = in_rewards(value).reshape(16, 4)
+        frames[0] += 64
+        frames[1] += (seen[:16].double() / 255).sum((0, 1))
+        frames[2] += (seen[:16].double() / 255).square().sum((0, 1))
+        value = np.concatenate([value, in_rewards(plain_agent(w, seen[16], frames)[1])[None]])
+        advantage, target = np.zeros((2, 16, 4))
+        if not vtrace:
+            for n in range(4):
+                rows = (reward[:, n], value[:, n], ended[:, n], cut[:, n])
+                advantage[:, n], target[:, n] = plain_targets(*rows, gamma, 0.95)
+            add_returns(target[~dummy])
+        losses = []
+        for epoch in range(2):
+            goals = []
+            for some in (slice(0, 2), slice(2, 4)):
+                if vtrace:
+                    new_logits, now = plain_agent(w, seen[:, some].flatten(0, 1), frames)
+                    new_logp = new_logits[:32].detach().log_softmax(-1).gather(-1, action[:, some].reshape(-1, 1))
+                    rho = (new_logp.view(16, 2) - logp[:, some]).exp().numpy()
+                    now = in_rewards(now).reshape(17, 2)
+                    for i, n in enumerate(range(some.start, some.stop)):
+                        rows = (reward[:, n], now[:, i], ended[:, n], cut[:, n])
+                        advantage[:, n], target[:, n] = plain_targets(*rows, gamma, None, rho[:, i])
+                    goals.append(target[:, some][~dummy[:, some]])
+                kept = torch.from_numpy(~dummy[:, some])
+                new_logits, new_value = plain_agent(w, seen[:16, some].flatten(0, 1), frames)
+                new = new_logits.log_softmax(-1).view(16, 2, 4)[kept]
+                ratio = (new.gather(-1, action[:, some][kept][:, None])[:, 0] - logp[:, some][kept]).exp()
+                better = torch.tensor(advantage[:, some])[kept]
+                better = (better - better.mean()) / better.std(correction=0)
+                ratio = ratio.clamp(0.05, 20)
+                surrogate = torch.min(ratio * better, ratio.clamp(1 / 1.1, 1.1) * better).mean()
+                old, goal = standard(value[:16, some])[kept], standard(target[:, some])[kept]
+                new_value = new_value.view(16, 2)[kept]
+                near = old + (new_value - old).clamp(-0.05, 0.05)
+                value_loss = torch.max((new_value - goal) ** 2, (near - goal) ** 2).mean()
+                entropy = -(new.exp() * new).sum(-1).mean()
+                adam.zero_grad()
+                (-surrogate + 0.5 * value_loss - 0.01 * entropy).backward()
+                adam.param_groups[0]["lr"] = 1e-3 * (1 - first / 32)
+                adam.step()
+                losses.append([-surrogate.item(), value_loss.item(), entropy.item()])
+            if vtrace and epoch == 0:
+                add_returns(np.concatenate(goals))
+        acting = [torch.clone(x) for x in frames]
+    got = [metrics[f"loss/{name}"] for name in ("policy", "value", "entropy")]
+    np.testing.assert_allclose(got, np.mean(losses, 0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(saved["agent"]["return_moments.sums"], returns, rtol=1e-5)
+    for name, x in w.items():
+        torch.testing.assert_close(saved["agent"][name].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=name)
+
+
+# -------------------------------------------------------------------------------------------- what a run has and writes
+
+
+def test_groups_start_apart_and_random_play_does_not_count(tmp_path):
+    """Group g plays num_steps * g random steps first: it books no game and no step of them."""
+    groups = [fake(ends=("terminated", "truncated")) for _ in range(2)]
+    metrics, _ = run(tmp_path, groups, num_envs=8, num_groups=2, num_minibatches=4, sync=True)
+    assert [len(group.actions) for group in groups] == [16, 32] and metrics["step"] == 128
+    ended = 0
+    for group, first in zip(groups, (0, 16), strict=True):
+        ended += sum(int((ended | cut).sum()) for _, ended, cut, _ in group.log[first:])
+    assert metrics["episode/count"] == ended
+    assert min(np.bincount(np.concatenate(groups[1].actions[:16]), minlength=4)) > 4
+
+
+def test_milestones(tmp_path):
+    """Checkpoints that are kept, the first at the first iteration that starts past each multiple."""
+    run(tmp_path, [fake()], 6, sync=True, milestone_every=100)
+    kept = sorted(int(path.stem.split("_")[1]) for path in (tmp_path / "run").glob("milestone_*.pt"))
+    assert kept == [128, 256, 320]
+    for step in kept:
+        assert torch.load(tmp_path / "run" / f"milestone_{step}.pt", weights_only=True)["step"] == step
+
+
+def test_energy(tmp_path, monkeypatch):
+    """Joules of all packages between two iterations; a counter that wrapped around, or none, reports nothing."""
+    monkeypatch.setattr(appo_atari, "POWERCAP", tmp_path)
+    metrics, _ = run(tmp_path, [fake()], name="none", sync=True)
+    assert "time/energy_j" not in metrics
+    for i, microjoules in enumerate((5_000_000, 7_000_000)):
+        (tmp_path / f"intel-rapl:{i}").mkdir()
+        (tmp_path / f"intel-rapl:{i}" / "energy_uj").write_text(str(microjoules))
+    log = appo_atari.Run.log
+
+    def spend(self, step, metrics):
+        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("9500000" if step == 64 else "1000000")
+        return log(self, step, metrics)
+
+    monkeypatch.setattr(appo_atari.Run, "log", spend)
+    run(tmp_path, [fake()], 3, name="some", sync=True)
+    joules = [(row["time/energy_j"], row["time/j_per_mframes"]) for row in read(tmp_path / "some")]
+    assert joules == [("0", "0"), ("2.5", f"{2.5e6 / 64 / 4:.6g}"), ("", "")]
+
+
+def test_a_new_total_recomputes_the_linear_schedule(tmp_path, capsys):
+    """From the resumed step on the rate falls to zero at the new end, and the run says so."""
+    args = Args(**(SMALL | dict(run_dir=str(tmp_path), run_name="run", total_timesteps=2 * 64, sync=True)))
+    train(args, [fake()])
+    again = dataclasses.replace(args, resume=str(tmp_path / "run"), total_timesteps=8 * 64, quiet=False)
+    train(again, [fake()])
+    assert "falls to 0 at step 512" in capsys.readouterr().out
+    rates = [float(row["train/lr"]) for row in read(tmp_path / "run")]
+    expected = [1, 1 / 2] + [1 - i / 8 for i in range(2, 8)]
+    np.testing.assert_allclose(rates, 3.03e-4 * np.array(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kl, factor", [(0.02, 1 / 1.5), (0.008, 1.0), (0.001, 1.5)])
+def test_kl_schedule(tmp_path, monkeypatch, kl, factor):
+    """Sample Factory's kl_adaptive_epoch: the rate moves by 1.5 when the last epoch's KL leaves [target / 2, 2 target],
+    and stays within [1e-6, 1e-2]; a resumed run goes on with it."""
+    terms, calls = appo_atari.ppo_terms, []
+
+    def with_kl(*rest):
+        calls.append(0)
+        rows = terms(*rest).clone()
+        last = (len(calls) - 1) % 4 >= 2  # two minibatches an epoch, two epochs
+        rows[3] = kl if last else 1 - kl
+        return rows
+
+    monkeypatch.setattr(appo_atari, "ppo_terms", with_kl)
+    options = dict(sync=True, lr_schedule="kl", update_epochs=2, lr=("1e-3",))
+    run(tmp_path, [fake()], 8, **options)
+    args = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["args"]
+    train(dataclasses.replace(Args(**args), resume=str(tmp_path / "run"), total_timesteps=10 * 64), [fake()])
+    rates = [float(row["train/lr"]) for row in read(tmp_path / "run")]
+    np.testing.assert_allclose(rates, np.minimum(1e-3 * factor ** np.arange(10), 1e-2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("vtrace", [False, True])
+def test_bf16_stays_close(tmp_path, vtrace):
+    losses = []
+    for precision in ("fp32", "bf16"):
+        metrics, _ = run(tmp_path, [fake()], 1, precision, sync=True, precision=precision, vtrace=vtrace)
+        losses.append([metrics[name] for name in ("loss/policy", "loss/value", "loss/entropy")])
+    np.testing.assert_allclose(*losses, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.slow
+def test_overlap_pays_when_environments_wait(tmp_path):
+    """With steps that sleep as long as learning takes, two groups of actors give at least 1.6 x `--sync`."""
+
+    class Waits(FakeVecEnv):
+        pause = 0.0
+
+        def step(self, actions):
+            time.sleep(self.pause)
+            return super().step(actions)
+
+    def speed(name, **changes):
+        envs = [fake(num_envs=4, cls=Waits) for _ in range(2)]
+        options = dict(num_envs=8, num_groups=2, minibatch_size=128, num_minibatches=4, update_epochs=4, num_steps=16)
+        run(tmp_path, envs, 12, name, **options, **changes)
+        rows = read(tmp_path / name)[4:]
+        return rows, len(rows) / sum(1 / float(row["time/sps"]) for row in rows)
+
+    rows, _ = speed("calibrate", sync=True)
+    learn = np.median([float(row["time/learn_s"]) for row in rows])
+    Waits.pause = learn / 128  # 128 steps of 4 environments are a dataset of 512 rows
+    ratios = [speed(f"async {i}")[1] / speed(f"sync {i}", sync=True)[1] for i in range(3)]
+    print("asynchronous over sync:", ratios)
+    assert np.median(ratios) > 1.6
