@@ -20,6 +20,7 @@ import json
 import os
 import re
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -405,27 +406,29 @@ def sample_factory(name: str, args, seconds: float, python: str) -> dict:
     flags |= dict(num_envs_per_worker=args.num_envs // 2, worker_num_splits=2, rollout=args.num_steps, recurrence=1)
     flags |= dict(batch_size=args.minibatch_size, num_batches_per_epoch=args.num_minibatches)
     flags |= dict(num_batches_to_accumulate=args.num_batches_to_accumulate, num_epochs=args.update_epochs)
-    flags |= dict(max_grad_norm=args.max_grad_norm, train_for_seconds=int(seconds), train_for_env_steps=10**9)
+    flags |= dict(max_grad_norm=args.max_grad_norm, train_for_env_steps=10**9)
     flags |= dict(train_dir=args.run_dir, experiment="x", restart_behavior="overwrite")
     start = Path(args.run_dir, "start.py")  # a file, which its spawned processes can import
     text = "import ale_py, sys\nfrom sf_examples.atari.train_atari import main\n"
     start.write_text(f"{text}if __name__ == '__main__':\n    sys.exit(main())\n")
     command = [python, str(start), *(f"--{key}={value}" for key, value in flags.items())]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    piped = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process, until = subprocess.Popen(command, **piped), time.perf_counter() + seconds
     reports, lines = [], []  # (time, agent steps)
     for line in process.stdout:
         lines.append(line)
+        if time.perf_counter() > until:
+            os.killpg(process.pid, signal.SIGKILL)
         if found := re.search(r"Total num frames: (\d+)", line):
             reports.append((time.perf_counter(), int(found[1]) / args.frame_skip))
     changes = [now for before, now in zip(reports, reports[1:], strict=False) if now[1] > before[1]]
-    if process.wait() or len(changes) < 3:
+    process.wait()
+    if len(changes) < 3:
         raise RuntimeError("".join(lines[-30:]))
     (begin, first), (end, last) = changes[0], changes[-1]
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = (usage.ru_utime + usage.ru_stime) / reports[-1][1]  # of the whole run, its start included
-    peak = usage.ru_maxrss / 2**20  # of its largest process
-    sps = (last - first) / (end - begin)
-    return dict(variant=name, sps=sps, peak_gib=peak, env_only_sps=float("nan"), seconds_a_step=dict(cpu=cpu))
+    # Its processes are children of its own, whose CPU time and memory are not told to this one.
+    unknown, sps = float("nan"), (last - first) / (end - begin)
+    return dict(variant=name, sps=sps, peak_gib=unknown, env_only_sps=unknown, seconds_a_step=dict(cpu=unknown))
 
 
 BASELINES = {
