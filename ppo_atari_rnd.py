@@ -431,7 +431,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     forward = autocast(lambda obs: network(torch.as_tensor(obs, device=device)))  # -> logits (B, A), values (B, 2)
     act = torch.no_grad()(forward)
     weights = [*agent.parameters(), *rnd.predictor.parameters()]
-    optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps)
+    optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps, fused=True)
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     num_minibatches, share = args.batch_size // args.minibatch_size, args.predictor_share or min(1, 32 / N)
 

@@ -437,7 +437,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
     forward = autocast(lambda frames: network(torch.as_tensor(frames, device=device)))  # -> logits (B, A), value (B,)
     act = torch.no_grad()(forward)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, weight_decay=args.weight_decay)
+    decay = args.weight_decay
+    optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, weight_decay=decay, fused=True)
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = args.batch_size // args.minibatch_size
 

@@ -42,6 +42,8 @@ def load(script: str):
 class Stopwatch:
     """Wall and CPU seconds of every iteration, and seconds a phase."""
 
+    batch_size = 0  # agent steps of an iteration: `child` sets it, a baseline with another size its own
+
     def __init__(self):
         self.mark, self.rows = (time.perf_counter(), time.process_time()), []
 
@@ -392,6 +394,19 @@ def eager_appo_atari(script, args) -> Stopwatch:
     return watch
 
 
+def ppo(script, args) -> Stopwatch:
+    """ppo_procgen.py at its own defaults, on the same game with the same network."""
+    other = load("ppo_procgen")
+    theirs = other.Args(env_id=args.env_id, channels=args.channels, pool=args.pool, stack=args.stack)
+    theirs.run_dir, theirs.quiet, theirs.eval_episodes, theirs.device = args.run_dir, True, 0, args.device
+    theirs.torch_threads, theirs.env_threads = args.torch_threads, args.env_threads
+    iterations = -(-args.total_timesteps // theirs.batch_size) + 1
+    theirs.total_timesteps = iterations * theirs.batch_size
+    watch = measure_script(other, theirs)
+    watch.batch_size = theirs.batch_size
+    return watch
+
+
 def sync(script, args) -> Stopwatch:
     """The script itself without overlap."""
     args.sync = True
@@ -434,6 +449,7 @@ def sample_factory(name: str, args, seconds: float, python: str) -> dict:
 BASELINES = {
     "ppo_procgen": {"eager": eager_ppo_procgen},
     "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd},
+    "impala_procgen": {"ppo": ppo, "sync": sync},
     "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory},
 }
 
@@ -467,12 +483,13 @@ def child(name: str, options, flags: list[str]) -> dict:
             return sample_factory(variant, args, options.seconds, options.sample_factory)
         args.total_timesteps = (options.iterations + warmup) * args.batch_size
         rate = env_rate(script, args)
+        Stopwatch.batch_size = args.batch_size
         if variant == "script":
             watch = measure_script(script, args)
         else:
             watch = BASELINES[name][variant](script, args)
     rows = watch.rows[warmup:]
-    steps = args.batch_size * len(rows)
+    steps = watch.batch_size * len(rows)
     result = {key: sum(row[key] for row in rows) / steps for key in rows[0]}  # seconds a step
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return dict(variant=variant, sps=1 / result.pop("wall"), peak_gib=peak, env_only_sps=rate, seconds_a_step=result)
@@ -503,7 +520,9 @@ def main(argv=None) -> int:
     flags = argv[argv.index("--") + 1 :] if "--" in argv else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
-    parser.add_argument("--against", choices=["eager", "sync", "sample-factory"], help="alternate with this baseline")
+    parser.add_argument(
+        "--against", choices=["eager", "sync", "ppo", "sample-factory"], help="alternate with this baseline"
+    )
     parser.add_argument("--sample-factory", default="python", help="the python that has sample-factory[atari]")
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
     parser.add_argument("--pairs", type=int, default=2, help="measurements of each (A B A B = 2)")

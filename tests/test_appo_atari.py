@@ -1,9 +1,7 @@
-"""The algorithm of appo_atari.py against independent oracles, and its threads against the one-threaded run."""
+"""The algorithm of appo_atari.py against independent oracles; its threads are tested in test_actors.py."""
 
 import csv
 import dataclasses
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -124,33 +122,6 @@ def test_bandit_credit(tmp_path, monkeypatch):
         assert np.array_equal(reward[t].numpy(), paid) and np.array_equal(paid == 1, right & ~before)
 
 
-@pytest.mark.parametrize("vtrace", [False, True])
-def test_zero_lag_equals_sync(tmp_path, vtrace):
-    """One group whose actor waits for the learner: the asynchronous run is the one-threaded one, bit for bit."""
-    saved = []
-    for name, changes in (("sync", dict(sync=True)), ("async", dict(num_batches_to_accumulate=0))):
-        saved.append(run(tmp_path, [fake()], 3, name, vtrace=vtrace, update_epochs=2, **changes)[1])
-    assert same(*saved) and saved[0]["version"] == saved[1]["version"] == 12
-    first, second = (read(tmp_path / name) for name in ("sync", "async"))
-    assert [{name: row[name] for name in row if "time/" not in name} for row in first] == [
-        {name: row[name] for name in row if "time/" not in name} for row in second
-    ]
-
-
-def test_lag_bound(tmp_path, monkeypatch):
-    """However slow the learner, no row is older than (queue + 2) datasets of SGD steps; and there is some lag."""
-    lags, log = [], appo_atari.Run.log
-
-    def slow(self, step, metrics):
-        lags.append(metrics["async/policy_lag_max"])
-        time.sleep(0.02)
-        return log(self, step, metrics)
-
-    monkeypatch.setattr(appo_atari.Run, "log", slow)
-    run(tmp_path, [fake(num_envs=2), fake(num_envs=2)], 40, num_groups=2, num_batches_to_accumulate=1, update_epochs=2)
-    assert 0 < max(lags) <= 3 * 4 and len(lags) == 40
-
-
 def test_old_rows_are_masked(tmp_path, monkeypatch):
     """Rows five SGD steps old count with --max-policy-lag 5; with 4 none does, and no weight moves."""
     act = appo_atari.Published.act
@@ -163,39 +134,6 @@ def test_old_rows_are_masked(tmp_path, monkeypatch):
     torch.manual_seed(1)
     start = appo_atari.Agent(SHAPE, 4, Args()).state_dict()["policy.weight"]
     assert torch.equal(saved[1], start) and not torch.equal(saved[0], start)
-
-
-def actors():
-    return [thread for thread in threading.enumerate() if thread.name == "actor"]
-
-
-def test_actor_exception_propagates(tmp_path):
-    class Broken(FakeVecEnv):
-        def step(self, actions):
-            if len(self.actions) == 20:
-                raise ValueError("the emulator is gone")
-            return super().step(actions)
-
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match="the emulator is gone"):
-        run(tmp_path, [fake(cls=Broken)], 10)
-    assert time.perf_counter() - start < 10
-    assert not actors()  # an interpreter that exits under one crashes
-
-
-def test_interrupt_leaves_no_actor(tmp_path, monkeypatch):
-    log = appo_atari.Run.log
-
-    def interrupted(self, step, metrics):
-        if step == 3 * 64:
-            raise KeyboardInterrupt
-        return log(self, step, metrics)
-
-    monkeypatch.setattr(appo_atari.Run, "log", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, [fake(num_envs=2), fake(num_envs=2)], 10, num_groups=2)
-    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2 * 64
-    assert not actors()  # an interpreter that exits under one crashes
 
 
 def test_wasted_rows_have_zero_gradient(tmp_path):
@@ -464,29 +402,3 @@ def test_bf16_stays_close(tmp_path, vtrace):
         metrics, _ = run(tmp_path, [fake()], 1, precision, sync=True, precision=precision, vtrace=vtrace)
         losses.append([metrics[name] for name in ("loss/policy", "loss/value", "loss/entropy")])
     np.testing.assert_allclose(*losses, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.slow
-def test_overlap_pays_when_environments_wait(tmp_path):
-    """With steps that sleep as long as learning takes, two groups of actors give at least 1.6 x `--sync`."""
-
-    class Waits(FakeVecEnv):
-        pause = 0.0
-
-        def step(self, actions):
-            time.sleep(self.pause)
-            return super().step(actions)
-
-    def speed(name, **changes):
-        envs = [fake(num_envs=4, cls=Waits) for _ in range(2)]
-        options = dict(num_envs=8, num_groups=2, minibatch_size=128, num_minibatches=4, update_epochs=4, num_steps=16)
-        run(tmp_path, envs, 12, name, **options, **changes)
-        rows = read(tmp_path / name)[4:]
-        return rows, len(rows) / sum(1 / float(row["time/sps"]) for row in rows)
-
-    rows, _ = speed("calibrate", sync=True)
-    learn = np.median([float(row["time/learn_s"]) for row in rows])
-    Waits.pause = learn / 128  # 128 steps of 4 environments are a dataset of 512 rows
-    ratios = [speed(f"async {i}")[1] / speed(f"sync {i}", sync=True)[1] for i in range(3)]
-    print("asynchronous over sync:", ratios)
-    assert np.median(ratios) > 1.6

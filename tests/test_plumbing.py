@@ -97,6 +97,31 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         ],
         tyros=["--net mlp", "--lr-schedule cosine"],
     ),
+    "impala_procgen": dict(
+        tiny=f"--env-id leaper --num-groups 2 --channels 4 4 4 --sync {COMMON} --minibatch-size 64",
+        args=dict(num_groups=1, sync=True, channels=(4, 4, 4)),
+        larger=dict(minibatch_size=256),
+        shape=(3, 16, 16),
+        splits={"train": "eval/return_train", "test": "eval/return_test"},
+        two_splits=("--num-levels", 3),
+        film=(128, 128, 3),
+        package="procgen",
+        saves_games=True,
+        grouped=True,
+        acts=32,
+        other=("--num-levels", 4),
+        bad=[
+            ("--env-id bigfsh", ["--env-id", "bigfsh", "bigfish"]),
+            ("--env-id bigfish --distribution-mode memory", ["--distribution-mode", "memory", "bigfish", "maze"]),
+            ("--minibatch-size 48", ["--minibatch-size", "48", "whole rollouts", "32 rows"]),
+            ("--num-groups 3", ["--num-groups", "3", "--num-envs 4"]),
+            ("--num-groups 5", ["--num-groups", "5", "from 1 to 4"]),
+            ("--replay-proportion 1", ["--replay-proportion", "1", "--replay-slots"]),
+            ("--vtrace-lambda 1.5", ["--vtrace-lambda", "1.5"]),
+            ("--ent-coef 0:0.1 nan:0", ["--ent-coef", "nan:0"]),
+        ],
+        tyros=["--stack 7", "--optimizer sgd"],
+    ),
 }
 SCRIPTS = list(KINDS)
 
@@ -652,6 +677,14 @@ def test_evaluate_command(script):
     assert script.run(*flags) == 0
     folder = script.path / "runs/a"
     first = json.loads((folder / "eval.json").read_text())
+    with open(folder / "eval.csv", newline="") as file:  # the same games, a row each
+        table = [(row["split"], float(row["return"]), int(row["length"])) for row in csv.DictReader(file)]
+    games = [
+        (name, pytest.approx(game), length)
+        for name, split in first["splits"].items()
+        for game, length in zip(split["returns"], split["lengths"], strict=True)
+    ]
+    assert table == games
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "eval.json"}
     (folder / "eval.json").unlink()
     assert script.run("--evaluate", "runs/a", tiny=False) == 0

@@ -1,0 +1,964 @@
+"""IMPALA on Procgen: the alternative of T. Tumiel's Procgen-competition entry (NeurIPS 2020) in one file.
+
+    python impala_procgen.py --env-id bigfish          # 8M steps, easy mode, unlimited levels
+
+IMPALA, its V-trace and its network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
+arXiv:1912.01588. Actors and learner run at the same time: environments are split into groups, each stepped by its own
+thread with the newest published weights, while the learner trains on what is complete. `--sync` turns the overlap off.
+Unlike the paper, as in the reference (RLlib 0.8, TensorFlow 1): Adam; several passes over a batch, V-trace anew in
+each; frames t-3 and t as input; average pooling before a ReLU; replay of old batches as an option.
+Departures: losses are means, the reference's are sums over its 1,600 rows: with Adam the scale cancels, so the clip of
+the gradient's norm (0.5) and Adam's epsilon (1e-8) are divided by 1,600 here; a fragment's last row is trained too,
+with the observation after it as bootstrap (theirs drops it); PyTorch's Adam adds epsilon after the bias correction,
+TensorFlow's before it. Effects not measured.
+"""
+
+import contextlib
+import copy
+import ctypes
+import difflib
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+try:
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    import tyro
+    from gymnasium.vector import AutoresetMode
+    from torch import nn
+    from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
+except (ModuleNotFoundError, KeyboardInterrupt) as error:
+    if __name__ != "__main__":
+        raise
+    print(f"{error}: pip install -r requirements.txt" if str(error) else "", file=sys.stderr)
+    sys.exit(2 if str(error) else 130)
+
+SCRIPT = "impala_procgen"
+CORES = len(os.sched_getaffinity(0))
+ENV_THREADS = min(CORES, 8)  # by default
+CHANNELS = 3  # of one frame
+# fmt: off
+RANGES = {  # return of a blind agent and the best one, easy then hard (constants.py of OpenAI's train-procgen)
+    "bigfish": (1, 40, 0, 40), "bossfight": (0.5, 13, 0.5, 13), "caveflyer": (3.5, 12, 2, 13.4), "maze": (5, 10, 4, 10),
+    "chaser": (0.5, 13, 0.5, 14.2), "climber": (2, 12.6, 1, 12.6), "coinrun": (5, 10, 5, 10), "heist": (3.5, 10, 2, 10),
+    "dodgeball": (1.5, 19, 1.5, 19), "fruitbot": (-1.5, 32.4, -0.5, 27.2), "jumper": (1, 10, 1, 10),
+    "leaper": (1.5, 10, 1.5, 10), "miner": (1.5, 13, 1.5, 20), "ninja": (3.5, 10, 2, 10), "plunder": (4.5, 30, 3, 30),
+    "starpilot": (2.5, 64, 1.5, 35),
+}
+MODES = {  # the games that have this mode; for another one Procgen's C++ would end the process
+    "exploration": ("caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"),
+    "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
+    "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
+}
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # which of the kept frames, oldest first, are shown
+TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/rho_mean")
+COLUMNS = (
+    "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/level_complete", *TERMS,
+    "train/grad_norm", "train/explained_variance", "train/lr", "train/ent_coef", "train/valid_frac",
+    "async/policy_lag_mean", "async/policy_lag_max", "replay/count", "replay/policy_lag_mean", "replay/rho_mean",
+    "eval/return_train", "eval/return_test", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
+    "time/queue_wait_s",
+)
+# fmt: on
+
+
+class UsageError(ValueError):
+    """What the user can mend: `main` prints one line and returns 2."""
+
+
+@dataclass
+class Args:
+    # process: this first group may differ when a run is resumed or evaluated (ANEW)
+    resume: str | None = None  # run folder (or one of its checkpoints) to go on from, with its arguments
+    evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
+    device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    env_threads: int = 0  # threads that step the environments; 0 = the core count, at most 8
+    compile: bool = False  # torch.compile the network; off until measured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast; off until measured on a GPU
+    micro_batch: int = 0  # rows computed at once, but whole fragments; 0 = one fragment on a CPU, all on a GPU
+    total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
+    checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
+    max_minutes: float = 0  # stop before the iteration that would pass this many minutes; 0 = never
+    eval_episodes: int = 100  # games a split at the end, rounded up to the same number an env; 0 = none
+    eval_every: int = 0  # agent steps between evaluations in training; 0 = none
+    greedy: bool = False  # evaluate with argmax instead of sampled actions
+    video: bool = False  # film the first game of each split of the final evaluation: video/*.mp4
+    track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
+    quiet: bool = False  # no progress bar and no line an iteration
+    # run
+    run_dir: str = "runs"  # folder of all runs
+    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
+    seed: int = 1  # weights, levels, actions; equal --sync runs on a CPU write equal metrics
+    # environment
+    env_id: str = "bigfish"  # one of the 16 Procgen games
+    distribution_mode: Literal["easy", "hard", "exploration", "memory", "extreme"] = "easy"  # difficulty
+    num_levels: int = 0  # training levels; 0 = unlimited
+    start_level: int = 0  # first training level
+    stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
+    num_envs: int = 16  # parallel environments
+    num_groups: int = 2  # groups of them, each with an actor thread
+    shape_reward: bool = False  # r becomes sign(r) (sqrt(|r| + 1) - 1) + 0.001 r, before V-trace
+    # optimisation
+    num_steps: int = 200  # length of a fragment, the rollout of an env
+    minibatch_size: int = 1600  # rows in one SGD step: whole rollouts of a group; also an iteration
+    update_epochs: int = 3  # passes over a batch
+    lr: tuple[str, ...] = ("0:1e-4", "1e6:5e-4", "8e6:1e-4")
+    """learning rate: step:rate knots in agent steps, linear between them; or one number"""
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop is the paper's (decay 0.99, no momentum)
+    adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, for means instead of sums
+    rmsprop_eps: float = 6.25e-5  # added to the root, by 1600 for means; the paper's 0.01 stands inside the root (0.1)
+    max_grad_norm: float = 3.125e-4  # clip the gradient's norm: 0.5 / 1600, for means instead of sums; 0 = no clipping
+    augment: tuple[Literal["flip", "rotate", "crop", "translate", "pad_crop"], ...] = ()  # of frames, in updates only
+    augment_prob: float = 0.3  # of each of these, for a row
+    sync: bool = False  # no overlap: act, then learn, in one thread; bit-reproducible on a CPU
+    num_batches_to_accumulate: int = 2  # batches that actors may be ahead of the learner; 0 = they wait for it
+    replay_slots: int = 0  # newest batches kept for replay; 0 = no replay
+    replay_proportion: float = 0  # of replayed to new batches, drawn uniformly from the slots
+    # algorithm
+    gamma: float = 0.99  # discount
+    rho_bar: float = 1  # V-trace: limit of the importance weight of a row's own temporal difference
+    c_bar: float = 1  # V-trace: limit of the weights that pass later differences on
+    vtrace_lambda: float = 1  # V-trace: factor of these weights
+    vf_coef: float = 0.5  # weight of the value term, which is half the squared error
+    ent_coef: tuple[str, ...] = ("0.01",)  # weight of the entropy bonus; one number or step:weight knots
+    channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
+    pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
+
+    batch_size = property(lambda self: self.minibatch_size)
+    iterations = property(lambda self: self.total_timesteps // self.batch_size)
+
+    def validate(self):
+        """Raise UsageError for what would train nothing or train on NaN."""
+        batch, rollout = self.batch_size, self.num_envs // max(self.num_groups, 1) * self.num_steps
+        low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
+        low |= dict(num_groups=1, eval_episodes=int(bool(self.eval_every or self.evaluate)))
+        high = dict(gamma=1, vtrace_lambda=1, seed=2**32 - 1, torch_threads=1024, env_threads=1024, augment_prob=1)
+        high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1, num_groups=self.num_envs)
+        for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
+            least, most = low.get(name, 0), high.get(name, 10**15)
+            if isinstance(value, int | float) and not least <= value <= most:
+                size = f" (an iteration is {batch})" * (name == "total_timesteps")
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
+        if self.num_envs % self.num_groups:
+            raise UsageError(f"--num-groups {self.num_groups}: must divide --num-envs {self.num_envs}")
+        if batch % rollout:
+            raise UsageError(f"--minibatch-size {batch}: must be whole rollouts of a group, {rollout} rows each")
+        if self.replay_proportion and not self.replay_slots:
+            raise UsageError(f"--replay-proportion {self.replay_proportion}: needs --replay-slots")
+        if self.resume is not None and self.evaluate is not None:
+            raise UsageError("--resume, --evaluate: one of the two")
+        schedule(0, self.lr, "--lr"), schedule(0, self.ent_coef, "--ent-coef")
+
+
+ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_dir")]
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """A 31-bit hash: neither neighbouring seeds nor different streams (training, evaluation) share random numbers."""
+    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
+
+
+def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
+    """Procgen as args say; `split`, one of training, train and test (evaluation), decides levels and random stream."""
+    mode, levels = args.distribution_mode, dict(num_levels=args.num_levels, start_level=args.start_level)
+    if args.env_id not in RANGES:
+        close = difflib.get_close_matches(args.env_id, RANGES, 3, 0.4) or RANGES
+        raise UsageError(f"--env-id {args.env_id}: no Procgen game; did you mean {', '.join(close)}?")
+    if args.env_id not in MODES.get(mode, RANGES):
+        raise UsageError(f"--distribution-mode {mode}: {args.env_id} lacks it, only {', '.join(MODES[mode])} have it")
+    if mode == "exploration" and any(levels.values()):
+        raise UsageError("--num-levels, --start-level: exploration mode has one fixed level")
+    options = {} if mode == "exploration" or split == "test" else levels
+    options |= dict(env_name=args.env_id, distribution_mode=mode, rand_seed=stream_seed(args.seed, split))
+    return ProcgenEnvs(STACKS[args.stack], num=num_envs, num_threads=args.env_threads or ENV_THREADS, **options)
+
+
+def splits(args: Args) -> list[str]:
+    """What evaluation plays: with unlimited levels train and test are one; exploration mode has its training level."""
+    if args.distribution_mode == "exploration":
+        return ["train"]
+    return ["train", "test"] if args.num_levels else ["test"]
+
+
+def normalized(args: Args, mean: float) -> dict:
+    """A mean return between blind (0) and best (1); the competition's ranges are the paper's authors' of easy mode."""
+    blind, best = RANGES[args.env_id][2 * (args.distribution_mode == "hard") :][:2]
+    score = (mean - blind) / (best - blind)
+    return dict(easy=dict(procgen=score, competition=score), hard=dict(procgen=score)).get(args.distribution_mode, {})
+
+
+def score(reward, ended, cut, info) -> tuple:
+    """Of a step: unclipped reward, whether the whole game ended, and its level complete; each (N,)."""
+    return reward, ended | cut, info.get("prev_level_complete", np.full(len(reward), np.nan))
+
+
+class ProcgenEnvs(gym.vector.VectorEnv):
+    """OpenAI's Procgen as a VectorEnv with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
+
+    The observation of a step that ended a game is the next game's first, and fills its stack. There is no truncation: a
+    time-out sets `terminated`. `info`: prev_level_complete, prev_level_seed, level_seed, each (N,).
+    """
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, shown: tuple, **options):
+        with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a banner
+            from procgen import ProcgenGym3Env
+        self.env, self.shown, self.num_envs = ProcgenGym3Env(**options), shown, options["num"]
+        self.frames = [self.newest()[1]] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
+        self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(15)
+
+    def newest(self):
+        reward, obs, first = self.env.observe()
+        return reward, np.ascontiguousarray(obs["rgb"].transpose(0, 3, 1, 2)), first
+
+    def stacked(self):
+        return np.concatenate([self.frames[i] for i in self.shown], axis=1)
+
+    def reset(self, *, seed=None, options=None):
+        """The present observation: Procgen is seeded when it is made and cannot cut a game short."""
+        return self.stacked(), {}
+
+    def step(self, actions):
+        self.env.act(actions)
+        reward, frame, first = self.newest()
+        self.frames = [*self.frames[1:], frame]
+        if first.any():
+            self.frames = [np.where(first[:, None, None, None], frame, old) for old in self.frames]
+        infos = self.env.get_info()
+        info = {key: np.array([one[key] for one in infos]) for key in infos[0]}
+        return self.stacked(), reward, first, np.zeros_like(first), info
+
+    def close_extras(self, **kwargs):
+        self.env.close()
+
+    def get_state(self) -> dict:
+        """Emulators and frames, for a checkpoint; `set_state` goes on from there bit for bit."""
+        games, frames = self.env.callmethod("get_state"), [torch.from_numpy(frame) for frame in self.frames]
+        return dict(games=games, frames=frames, sha256=hashlib.sha256(b"".join(games)).hexdigest())
+
+    def set_state(self, state: dict):
+        games, frames = state["games"], [frame.numpy() for frame in state["frames"]]
+        intact = hashlib.sha256(b"".join(games)).hexdigest() == state["sha256"] and len(games) == self.num_envs
+        if not intact or [frame.shape for frame in frames] != [frame.shape for frame in self.frames]:
+            raise UsageError("damaged environment states")  # which would end the process in Procgen's C++
+        self.env.callmethod("set_state", games)
+        self.frames = frames
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.conv2(F.relu(self.conv1(F.relu(x))))
+
+
+class Agent(nn.Module):
+    """IMPALA CNN (fig. 3, right, without the LSTM): uint8 (B, C, H, W) -> logits (B, A) and value (B,), float32."""
+
+    def __init__(self, obs_shape, num_actions: int, channels=(32, 64, 64), pool="avg", shift=128, ortho_heads=False):
+        super().__init__()
+        self.pool, self.shift, widths = pool, shift, (obs_shape[0], *channels)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, channels, strict=False))
+        self.blocks = nn.ModuleList(nn.Sequential(ResidualBlock(c), ResidualBlock(c)) for c in channels)
+        self.hidden = nn.Linear(self.features(torch.zeros(1, *obs_shape)).shape[1], 256)
+        self.policy, self.value = nn.Linear(256, num_actions), nn.Linear(256, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):  # Keras' defaults, as in the reference
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        if ortho_heads:
+            nn.init.orthogonal_(self.policy.weight, 0.01)
+            nn.init.orthogonal_(self.value.weight)
+        self.to(memory_format=torch.channels_last)
+
+    def features(self, x):
+        for conv, blocks in zip(self.convs, self.blocks, strict=True):
+            # ceil_mode without padding is TensorFlow's SAME pooling on even sizes, which pads at the end only.
+            x = blocks(F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True))
+        return F.relu(x.mean((2, 3)) if self.pool == "avg" else x.flatten(1))  # ReLU after the average
+
+    def forward(self, obs):
+        x = (obs.to(torch.float32, memory_format=torch.channels_last) - self.shift) / 255
+        x = F.relu(self.hidden(self.features(x)))
+        with torch.autocast(x.device.type, enabled=False):  # bf16 would round a value near 30 to a multiple of 1/8
+            return self.policy(x.float()), self.value(x.float()).squeeze(-1)
+
+
+def sample(logits, generator=None):
+    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: unlike multinomial it never waits."""
+    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1)
+
+
+def vtrace(reward, value, terminated, done, rho, gamma: float, rho_bar: float = 1, c_bar: float = 1, lam: float = 1):
+    """V-trace (Espeholt et al. 2018, eq. 1) -> targets vs (T, N), policy-gradient advantages (T, N).
+
+    reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of the current critic, the last row
+    bootstraps; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t). A termination has no future value; any end cuts the trace.
+    """
+    limited, c = rho.clamp(max=rho_bar), lam * rho.clamp(max=c_bar)
+    delta = limited * (reward + gamma * value[1:] * (1 - terminated) - value[:-1])
+    vs, advantage, following = torch.zeros_like(reward), torch.zeros_like(reward), value[-1]
+    for t in reversed(range(len(reward))):
+        following = torch.where(done[t] > 0, value[t + 1], following)  # vs of row t + 1, of this game
+        vs[t] = value[t] + delta[t] + gamma * (1 - terminated[t]) * c[t] * (following - value[t + 1])
+        advantage[t] = limited[t] * (reward[t] + gamma * (1 - terminated[t]) * following - value[t])
+        following = vs[t]
+    return vs, advantage
+
+
+def impala_terms(logits, value, action, advantage, target, old_logp, rho_bar: float):
+    """The five TERMS of each row, (5, B); logits are (B, A), the rest (B,).
+
+    Policy gradient -log pi(a) A (IMPALA, section 4.2; the importance weight is in A), half the squared value error,
+    entropy, KL(mu || pi) by the estimate r - 1 - log r of its ratio r = pi / mu, and min(r, rho_bar).
+    """
+    logp = logits.log_softmax(-1)
+    chosen = logp.gather(-1, action[:, None]).squeeze(-1)
+    log_ratio, entropy = chosen.detach() - old_logp, -(logp.exp() * logp).sum(-1)
+    ratio = log_ratio.exp()
+    terms = [-chosen * advantage, (value - target) ** 2 / 2, entropy, ratio - 1 - log_ratio, ratio.clamp(max=rho_bar)]
+    return torch.stack(terms)
+
+
+def schedule(step: int, knots, flag: str = "") -> float:
+    """The value at `step`: linear between "step:value" knots, constant outside them; a bare value is constant."""
+    try:
+        pairs = ((knot if ":" in knot else f"0:{knot}").split(":") for knot in knots)
+        steps, values = zip(*(map(float, pair) for pair in pairs), strict=True)
+    except ValueError:
+        steps, values = (0,), (-1,)
+    if sorted(set(steps)) != list(steps) or not np.isfinite(steps).all() or not all(0 <= x < 1e9 for x in values):
+        raise UsageError(f"{flag} {' '.join(knots)}: must be step:value pairs in order, such as 0:1e-4 1e6:5e-4")
+    return float(np.interp(step, steps, values))
+
+
+def shaped(reward):
+    """Compress large rewards (Pohlen et al. 2018, arXiv:1805.11593, there for values). In the reference this ran after
+    GAE and so did nothing; here it comes before."""
+    return np.sign(reward) * (np.sqrt(np.abs(reward) + 1) - 1) + 0.001 * reward
+
+
+def augment(frames, names, prob: float):
+    """Random geometry of square frames: uint8 (B, C, S, S) -> the same. One draw a row: its whole stack moves alike.
+
+    Ranges of the reference, for 64 x 64: flip each axis (actions stay), rotate by up to 20 degrees, crop a side to
+    48 to 64 pixels and resize, translate by up to 8 pixels (wrapping around), pad by 10 (reflected) and crop. Each maps
+    the coordinates `at`, (2, B, S, S), x and y from the centre, that new pixels are taken from; outside is black.
+    """
+    half, B = (frames.shape[-1] - 1) / 2, len(frames)
+    line = torch.arange(frames.shape[-1], device=frames.device) - half
+    at = torch.stack(torch.meshgrid(line, line, indexing="xy"))[:, None]
+
+    def draw(low, high, axes=2):
+        return torch.empty(axes, B, 1, 1, device=frames.device).uniform_(low, high)
+
+    moves = dict(
+        flip=lambda: at * (2 * draw(0, 2).floor() - 1),
+        rotate=lambda: at * (turn := draw(-math.pi / 9, math.pi / 9, 1)).cos() + turned * turn.sin(),
+        crop=lambda: at * (share := draw(3 / 4, 1, 1)) + half * (1 - share) * draw(-1, 1),
+        translate=lambda: (at + half + draw(-8, 9).floor()) % (2 * half + 1) - half,
+        pad_crop=lambda: half - (2 * half - (at + half + draw(-10, 11).floor()).abs()).abs(),
+    )
+    moved, turned = frames.float(), torch.stack([-at[1], at[0]])
+    for name in names:
+        grid = torch.where(draw(0, 1, 1) < prob, moves[name](), at).permute(1, 2, 3, 0) / (half + 0.5)
+        moved = F.grid_sample(moved, grid, align_corners=False)
+    return moved.round().to(torch.uint8)
+
+
+class Published:
+    """The acting copy of the agent, shared by all actors; replaced whole, under a lock, after every SGD step."""
+
+    def __init__(self, agent: Agent, version: int):
+        self.agent, self.lock, self.version = copy.deepcopy(agent).requires_grad_(False), threading.Lock(), version
+
+    def publish(self, agent: Agent, version: int):
+        with self.lock:
+            for mine, new in zip(self.agent.state_dict().values(), agent.state_dict().values(), strict=True):
+                mine.copy_(new)
+            self.version = version
+
+    @torch.no_grad()
+    def act(self, obs):
+        """uint8 (N, C, S, S) -> logits, values, and the version of the weights."""
+        with self.lock:
+            return *self.agent(obs), self.version
+
+
+class Group:
+    """Environments that step together, and all that their next rollout depends on."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, seed: int, device: torch.device, shape_reward: bool):
+        self.envs, self.device, self.shape_reward = envs, device, shape_reward
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+        self.episodes, self.over, (self.obs, _) = Episodes(envs.num_envs), np.zeros(envs.num_envs, bool), envs.reset()
+
+    def step(self, action) -> tuple:
+        """A step of all environments, action (N,): reward, terminated, truncated, info, the games that ended."""
+        is_valid = ~self.over | self.same_step
+        self.obs, reward, ended, cut, info = self.envs.step(action)
+        self.over = ended | cut
+        return reward, ended, cut, info, self.episodes.step(*score(reward, ended, cut, info), is_valid)
+
+    def play_randomly(self, steps: int):
+        """A head start, so that groups differ in the age of their games (decorrelate_envs_on_one_worker of theirs)."""
+        logits = torch.zeros(self.envs.num_envs, self.envs.single_action_space.n, device=self.device)
+        for _ in range(steps):
+            self.step(sample(logits, self.generator).cpu().numpy())
+
+    def state(self) -> dict:
+        saved = dict(obs=torch.from_numpy(self.obs), over=torch.from_numpy(self.over), rng=self.generator.get_state())
+        saved["episodes"] = (self.envs.num_envs, self.episodes.returns.tolist(), self.episodes.lengths.tolist())
+        return saved | dict(envs=self.envs.get_state() if hasattr(self.envs, "get_state") else None)
+
+    def restore(self, saved: dict):
+        self.generator.set_state(saved["rng"])
+        if saved["envs"] and hasattr(self.envs, "set_state"):  # without it the games start anew
+            self.envs.set_state(saved["envs"])
+            self.obs, self.over = saved["obs"].numpy(), saved["over"].numpy()
+            self.episodes = Episodes(*saved["episodes"])
+
+    def rollout(self, policy: Published, T: int, gamma: float, stopped=lambda: False) -> dict | None:
+        """T steps of all N environments: rows (T, N), the games that ended, seconds in environments and policy.
+
+        Row t = (obs_t, a_t, log mu(a_t|obs_t), version_t, r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With
+        next-step autoreset the row after an end is no transition: valid_t = not done_t.
+        """
+        N = self.envs.num_envs
+        rows = dict(obs=torch.zeros(T + 1, N, *self.obs.shape[1:], dtype=torch.uint8, device=self.device))
+        rows |= dict(action=torch.zeros(T, N, dtype=torch.int64), version=torch.zeros(T, N, dtype=torch.int64))
+        rows |= {name: torch.zeros(T, N) for name in ("logp", "reward", "terminated", "done", "valid")}
+        games, spent, mark = [], dict(env=0.0, policy=0.0), time.perf_counter()
+        for t in range(T):
+            if stopped():
+                return None
+            rows["obs"][t] = torch.from_numpy(self.obs)
+            rows["valid"][t] = torch.from_numpy(~self.over | self.same_step)
+            logits, _, rows["version"][t] = policy.act(rows["obs"][t])
+            action = sample(logits, self.generator)
+            rows["logp"][t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+            rows["action"][t] = action
+            spent["policy"], mark = spent["policy"] + time.perf_counter() - mark, time.perf_counter()
+            reward, ended, cut, info, over = self.step(rows["action"][t].numpy())
+            games += over
+            reward = shaped(reward) if self.shape_reward else reward
+            for name, x in dict(reward=np.float32(reward), terminated=ended, done=self.over).items():
+                rows[name][t] = torch.from_numpy(x)
+            for i in np.flatnonzero(cut & ~ended & self.same_step):  # obs is the next game's: bootstrap here
+                final = torch.from_numpy(info["final_obs"][i][None]).to(self.device)
+                rows["reward"][t, i] += gamma * policy.act(final)[1].item()
+                rows["terminated"][t, i] = 1
+            spent["env"], mark = spent["env"] + time.perf_counter() - mark, time.perf_counter()
+        rows["obs"][T] = torch.from_numpy(self.obs)
+        return dict(rows=rows, games=games, spent=spent)
+
+
+class Rollouts:
+    """What lies between actors and learner: finished rollouts, and how far the actors may be ahead.
+
+    A dataset is `size` rollouts. Actors begin a rollout only while it belongs to one of the next `ahead` + 1 datasets
+    after those that were learned, which bounds the age of a row by (ahead + 2) datasets of SGD steps.
+    """
+
+    def __init__(self, size: int, ahead: int):
+        self.size, self.limit, self.condition = size, size * (ahead + 1), threading.Condition()
+        self.begun, self.ready, self.error, self.stopped = 0, [], None, False
+
+    def actor(self, group: Group, *rest):
+        """The body of an actor's thread."""
+        try:
+            while True:
+                with self.condition:
+                    self.condition.wait_for(lambda: self.stopped or self.begun < self.limit)
+                    if self.stopped:
+                        return
+                    self.begun += 1
+                rollout = group.rollout(*rest, stopped=lambda: self.stopped)
+                with self.condition:
+                    self.ready.append(rollout)
+                    self.condition.notify_all()
+        except BaseException as error:
+            with self.condition:
+                self.error = error
+                self.condition.notify_all()
+
+    def take(self) -> list[dict]:
+        """Wait for a dataset; an actor's exception is raised here."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.error or len(self.ready) >= self.size)
+            if self.error:
+                raise self.error
+            dataset, self.ready = self.ready[: self.size], self.ready[self.size :]
+            return dataset
+
+    def learned(self):
+        with self.condition:
+            self.limit += self.size
+            self.condition.notify_all()
+
+    def stop(self, threads):
+        """End the actors, within a step of their environments: an interpreter that exits under them would crash."""
+        with self.condition:
+            self.stopped = True
+            self.condition.notify_all()
+        for thread in threads:
+            thread.join(5)
+
+
+def train(args: Args, envs: list | None = None) -> dict:
+    """Train (with args.evaluate: only play); returns the last metrics, "run" (the folder) and "eval" (the splits).
+
+    envs: a list of args.num_groups VectorEnvs of equal size with uint8 (C, H, W) observations, discrete actions and a
+    declared autoreset mode, next-step or same-step; each is stepped by its own thread, neither seeded, evaluated nor
+    closed here. None = Procgen as args say. With args.resume, the other args must be those of the run:
+    Args(**torch.load(path)["args"]). Raises UsageError, OSError (disk), FloatingPointError (a loss that is not finite),
+    KeyboardInterrupt and SystemExit (checkpoint written), and whatever an actor raised.
+    """
+    args.validate()
+    device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
+    if saved and saved.get("own_envs", own) != own:
+        raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
+    if args.resume and saved["step"] >= args.iterations * args.batch_size:
+        if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
+            print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
+            return dict(step=saved["step"], run=str(saved["path"].parent))
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(args.seed)
+    # A resumed asynchronous run starts new games, which must not be the first ones again.
+    stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
+    T, N, G = args.num_steps, args.num_envs // args.num_groups, args.num_groups
+    if own:
+        envs = [make_envs(args, f"{stream} {g}", 1 if args.evaluate else N) for g in range(1 if args.evaluate else G)]
+    modes = {group.metadata.get("autoreset_mode") for group in envs}
+    sizes = [group.num_envs for group in envs]
+    if not args.evaluate and sizes != [N] * G or not modes <= {AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP}:
+        raise UsageError(f"--num-envs {args.num_envs}, --num-groups {G}: given {sizes} envs with autoreset {modes}")
+    obs_shape, A = envs[0].single_observation_space.shape, envs[0].single_action_space.n
+    agent = Agent(obs_shape, A, args.channels, args.pool).to(device)
+    network = torch.compile(agent) if args.compile else agent
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+    forward = autocast(lambda obs: network(obs))  # -> logits (B, A), value (B,)
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, fused=True)
+    else:
+        optimizer = torch.optim.RMSprop(agent.parameters(), lr=0.0, alpha=0.99, eps=args.rmsprop_eps)
+    fragments = -(-(args.micro_batch or (T if device.type == "cpu" else args.minibatch_size)) // T)  # computed at once
+
+    groups = [
+        Group(group, stream_seed(args.seed, f"{stream} actions {g}"), device, args.shape_reward)
+        for g, group in enumerate(envs)
+    ]
+    for g, group in enumerate(() if args.evaluate else groups):
+        group.play_randomly(g * T)
+    step, version, metrics, ring = 0, 0, {}, []
+    try:
+        if saved:
+            step, version = saved["step"], saved["version"]
+            agent.load_state_dict(saved["agent"])
+            optimizer.load_state_dict(saved["optimizer"])
+        if args.resume:
+            set_rng_state(saved["rng"], device)
+            for group, state_of_group in zip(groups, saved["groups"] or (), strict=False):
+                group.restore(state_of_group)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
+    if args.evaluate:
+        return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
+    policy, per_dataset = Published(agent, version), args.batch_size // (N * T)
+    rollouts = Rollouts(per_dataset, args.num_batches_to_accumulate)
+
+    def state():  # all that the next iteration depends on; but not the replay, nor asynchronous actors in mid-rollout
+        now = dict(own_envs=own, step=step, version=version, agent=agent.state_dict(), rng=get_rng_state(device))
+        now |= dict(optimizer=optimizer.state_dict(), groups=[group.state() for group in groups] if args.sync else None)
+        return copy.deepcopy(now)
+
+    def update(rows: dict, ent_coef: float):
+        """One pass: V-trace under the present weights and an SGD step -> the terms' means, the advantages' errors."""
+        sums, count, M = 0.0, rows["valid"].sum().clamp(min=1), rows["valid"].shape[1]
+        optimizer.zero_grad()
+        seen = []
+        for some in torch.arange(M).split(fragments):
+            part = {name: x[:, some[0] : some[-1] + 1] for name, x in rows.items()}
+            frames, shape = part["obs"].flatten(0, 1), part["obs"].shape[:2]
+            frames = augment(frames, args.augment, args.augment_prob) if args.augment else frames
+            logits, value = (x.unflatten(0, shape) for x in forward(frames))
+            with torch.no_grad():
+                logp = logits[:-1].log_softmax(-1).gather(-1, part["action"][..., None]).squeeze(-1)
+                ends, limits = (part["terminated"], part["done"]), (args.rho_bar, args.c_bar, args.vtrace_lambda)
+                rho = (logp - part["logp"]).exp()
+                vs, advantage = vtrace(part["reward"], value, *ends, rho, args.gamma, *limits)
+            rest = (value[:-1], part["action"], advantage, vs, part["logp"])
+            terms = impala_terms(logits[:-1].flatten(0, 1), *(x.flatten() for x in rest), args.rho_bar)
+            terms = torch.where(part["valid"].flatten() > 0, terms, 0).sum(1) / count  # a share of the batch's means
+            (terms[0] + args.vf_coef * terms[1] - ent_coef * terms[2]).backward()
+            sums = sums + terms.detach()
+            seen.append(torch.stack([vs - value[:-1].detach(), vs])[:, part["valid"] > 0])
+        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
+        optimizer.step()
+        return torch.cat([sums, norm[None]]), torch.cat(seen, 1)
+
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(Run(args, saved, agent, device, fragments * T))
+        threads = [
+            threading.Thread(target=rollouts.actor, args=(group, policy, T, args.gamma), daemon=True, name="actor")
+            for group in (() if args.sync else groups)
+        ]
+        stack.callback(lambda: rollouts.stop(thread for thread in threads if thread.ident is not None))
+        while run.goes_on(step, state):
+            # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
+            if args.sync:
+                turn = step // (N * T)
+                dataset = [groups[(turn + k) % G].rollout(policy, T, args.gamma) for k in range(per_dataset)]
+            else:
+                for thread in threads:
+                    if thread.ident is None:
+                        thread.start()
+                dataset = rollouts.take()
+            waited = run.lap("queue_wait", args.batch_size / 2)
+            rows = {name: torch.cat([one["rows"][name] for one in dataset], 1) for name in dataset[0]["rows"]}
+            run.games += [game for one in dataset for game in one["games"]]
+            spent = {f"time/{phase}_s": sum(one["spent"][phase] for one in dataset) for phase in ("env", "policy")}
+            if args.sync:  # the actors' seconds are the learner's
+                spent["time/queue_wait_s"] = waited - sum(spent.values())
+            lag, valid = version - rows["version"], rows["valid"]
+            rows = {name: x.to(device) for name, x in rows.items()}  # (T, M), obs (T + 1, M, C, H, W): M fragments
+
+            # Replay: the ring takes the new batch first, so that it may be drawn as well
+            ring = [*ring, rows][-args.replay_slots :] if args.replay_slots else []
+            share, old = args.replay_proportion, []
+            while ring and random.random() < share:
+                share, old = share - 1, [*old, random.choice(ring)]
+
+            # Update: the new batch, then the replayed ones, each in several passes
+            lr, ent_coef = schedule(step, args.lr), schedule(step, args.ent_coef)
+            optimizer.param_groups[0]["lr"] = lr
+            stats = [[], []]  # of new and replayed batches
+            for k, batch in enumerate([rows, *old]):
+                stale = version - batch["version"]
+                for epoch in range(args.update_epochs):
+                    means, errors = update(batch, ent_coef)
+                    stats[k > 0].append(torch.cat([means, stale.float().mean()[None]]))
+                    if k == epoch == 0:
+                        unexplained, variance = errors.var(1).tolist()
+                    version += 1
+                    policy.publish(agent, version)
+                    run.lap("learn", args.batch_size / 2 / args.update_epochs / (1 + len(old)))
+            metrics = dict(zip((*TERMS, "train/grad_norm"), torch.stack(stats[0]).mean(0).tolist(), strict=False))
+            for name, mean in metrics.items():
+                if not np.isfinite(mean):
+                    raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
+            if old:
+                *_, rho, _, age = torch.stack(stats[1]).mean(0).tolist()
+                metrics |= {"replay/rho_mean": rho, "replay/policy_lag_mean": age}
+            step += args.batch_size
+            rollouts.learned()
+            metrics |= spent | {"train/lr": lr, "train/ent_coef": ent_coef, "train/valid_frac": valid.mean().item()}
+            metrics |= {"async/policy_lag_mean": lag.float().mean().item(), "async/policy_lag_max": int(lag.max())}
+            metrics |= {"replay/count": len(old)} if args.replay_slots else {}
+            metrics["train/explained_variance"] = 1 - unexplained / variance if variance > 0 else None
+            run.lap("learn")
+            if own and args.eval_every and step % args.eval_every < args.batch_size:
+                for split, result in evaluate_splits(agent, args).items():
+                    metrics[f"eval/return_{split}"] = result["mean"]
+            metrics = run.log(step, metrics)
+        if own and args.eval_episodes and run.completed:
+            metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
+    return metrics | dict(step=step, run=str(run.folder))
+
+
+class Episodes:
+    """Running returns and lengths of whole games; rows that are no transition do not count."""
+
+    def __init__(self, num_envs: int, returns=0.0, lengths=0):
+        self.returns, self.lengths = np.full(num_envs, returns, np.float64), np.full(num_envs, lengths, np.int64)
+
+    def step(self, reward, over, extra, valid) -> list:
+        """Add a step of all envs, each (N,), from `score`; returns the games it ended: (return, length, extra, env)."""
+        self.returns += np.where(valid, reward, 0)
+        self.lengths += valid
+        ended = np.flatnonzero(over)
+        games = [(float(self.returns[i]), int(self.lengths[i]), float(extra[i]), int(i)) for i in ended]
+        self.returns[over] = self.lengths[over] = 0
+        return games
+
+
+@torch.no_grad()
+def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: list | None = None) -> tuple[list, list]:
+    """Play `games` whole games in each env (the first to finish would favour short ones) -> returns, lengths.
+
+    Its random numbers are its own. film: gets the newest frame, (H, W, 3), of each step of the first env's first game.
+    """
+    device, episodes, (obs, _) = next(agent.parameters()).device, Episodes(envs.num_envs), envs.reset()
+    generator = torch.Generator(device).manual_seed(seed)
+    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    over, played, results = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs, int), []
+    while played.min() < games:
+        if film is not None and not played[0]:
+            film.append(obs[0, -CHANNELS:].transpose(1, 2, 0))
+        logits, _ = agent(torch.from_numpy(obs).to(device))
+        action, is_valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
+        obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
+        over = ended | cut
+        for *result, _, env in episodes.step(*score(reward, ended, cut, info), is_valid):
+            if played[env] < games:
+                results.append(result)
+                played[env] += 1
+    return tuple(map(list, zip(*results, strict=True)))
+
+
+def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
+    """Play at least args.eval_episodes games on each split; with `folder`, write eval.json, eval.csv (and films) too.
+
+    Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
+    """
+    results, table, games = {}, "split,return,length\n", -(-args.eval_episodes // 64)
+    for name in splits(args):
+        envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
+        returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
+        envs.close()
+        mean, n = float(np.mean(returns)), len(returns)
+        stderr = float(np.std(returns, ddof=1)) / n**0.5 if n > 1 else None
+        share = normalized(args, mean)
+        results[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=share)
+        if folder:
+            error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
+            print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
+            write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
+            table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
+            write_atomically(folder / "eval.csv", table.encode())
+        if film:
+            import imageio.v3 as imageio
+
+            (folder / "video").mkdir(exist_ok=True)
+            film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
+            imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
+    return results
+
+
+class Run(contextlib.AbstractContextManager):
+    """Plumbing, the same in all scripts: run folder, metrics, progress and checkpoints; nothing of the algorithm.
+
+    A checkpoint is the state at an iteration's start. `goes_on` keeps it in memory; it is written when due, at the end,
+    and when Ctrl-C or SIGTERM leaves the `with` block: the unfinished iteration is dropped and nothing else.
+    """
+
+    def __init__(self, args: Args, saved: dict | None, agent: nn.Module, device: torch.device, micro_batch: int):
+        name = args.run_name or f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.args, self.folder = args, saved["path"].parent if saved else Path(args.run_dir, name)
+        kept = saved or dict(step=0, best=-np.inf, recent=[])
+        self.first, self.best, self.recent = kept["step"], kept["best"], kept["recent"]
+        self.total, self.written = args.iterations * args.batch_size, -np.inf
+        self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
+        self.start = self.mark = time.perf_counter()
+        config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
+        self.say = (lambda text: None) if args.quiet else lambda text: print(text, flush=True)
+        try:
+            if not saved and self.folder.exists() and any(self.folder.iterdir()):
+                raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
+            if args.track:
+                import wandb
+
+                wandb.init(id=self.folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
+            rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
+            rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
+            rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
+            text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
+            write_atomically(table, text.encode())
+            write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
+            self.csv = open(table, "a", buffering=1)  # line by line
+            self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
+            self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(args).items()))
+        except (UsageError, ImportError):
+            raise
+        except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
+            raise UsageError(f"--run-dir or --track: cannot set up {self.folder}: {error}") from None
+        threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or ENV_THREADS} env threads"
+        weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
+        self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
+        self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
+        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=args.quiet or not sys.stderr.isatty())
+        self.bar = tqdm(total=self.total, initial=self.first, **bar)
+
+    def __exit__(self, kind, error, trace):
+        self.bar.close()
+        if isinstance(error, KeyboardInterrupt | SystemExit) and hasattr(self, "state"):
+            self.write("checkpoint.pt")
+            print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a full disk, which was reported before
+            self.csv.close()
+            self.tensorboard.close()
+
+    def goes_on(self, step: int, state) -> bool:
+        """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""
+        now, mean = time.perf_counter(), float(np.mean(self.recent)) if len(self.recent) >= 20 else -np.inf
+        better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
+        # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
+        late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
+        self.best = mean if better else self.best
+        self.state = state() | dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
+        if better:
+            self.write("best.pt")
+        if self.completed or late or now - self.written >= self.args.checkpoint_every:
+            self.write("checkpoint.pt")
+            self.written = now
+        if late or self.completed:
+            self.bar.close()
+            self.say(f"{'finished' if self.completed else 'stopped'} at step {step:,} of {self.total:,}: {self.folder}")
+        self.mark = time.perf_counter()
+        return not (late or self.completed)
+
+    def write(self, name: str):
+        torch.save(self.state, file := io.BytesIO())
+        write_atomically(self.folder / name, file.getbuffer())
+
+    def lap(self, phase: str, steps: float = 0) -> float:
+        """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`; all of it so far."""
+        now, name = time.perf_counter(), f"time/{phase}_s"
+        self.laps[name], self.mark = self.laps.get(name, 0.0) + now - self.mark, now
+        self.bar.update(min(steps, self.bar.total - self.bar.n))
+        return self.laps[name]
+
+    def log(self, step: int, metrics: dict) -> dict:
+        """Add what every script logs and write one row; what is missing or None is an empty cell."""
+        games = np.mean(self.games, axis=0).tolist() if self.games else ()
+        metrics = self.laps | dict(zip(COLUMNS[3:6], games, strict=False)) | metrics
+        self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
+        counts = {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
+        metrics |= counts | {"time/sps": self.args.batch_size / self.spent}
+        self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
+        row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
+        cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
+        self.csv.write(",".join(cells) + "\n")
+        for name, value in row.items():
+            self.tensorboard.add_scalar(name, value, step)
+        self.tensorboard.flush()
+        score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
+        self.bar.n = step
+        self.bar.set_postfix_str(f"return {score:.5}")
+        if self.bar.disable:
+            self.say(f"step {step:,}  return {score:.5}  {row['time/sps']:,.0f} steps/s  {left:.0f} min left")
+        return row
+
+
+def choose_device(args: Args) -> torch.device:
+    """args.device, tried out; also sets the thread count of PyTorch and, on a CPU, keeps freed memory."""
+    try:
+        device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
+        torch.zeros(1, device=device)
+        assert device.type in ("cpu", "cuda"), "not a device to train on"
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
+    torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
+    if device.type == "cpu":  # else glibc gives large blocks back to the system again and again: 1.1 to 1.5x slower
+        for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, 2**30)
+    return device
+
+
+def provenance(device) -> dict:
+    """What a result depends on beside its arguments: revision, versions, hardware."""
+    command = "git describe --always --dirty --abbrev=40"  # in a shell, where a missing git is no exception
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    versions = {dist.name: dist.version for dist in metadata.distributions()}
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return dict(git=git or None, versions=versions, cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu)
+
+
+def get_rng_state(device) -> tuple:
+    name, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda, random.getstate(), (name, keys.tolist(), *rest)
+
+
+def set_rng_state(state: tuple, device):
+    torch.set_rng_state(state[0])
+    if device.type == "cuda" and state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+    random.setstate(state[2])
+    np.random.set_state(state[3])
+
+
+def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
+    """What args resume or evaluate, with its "path"; strict: refuse args that contradict it. None = a new run."""
+    source = args.evaluate if args.resume is None else args.resume
+    if source is None:
+        return None
+    path = Path(source or "(empty)")
+    try:
+        path = path / "checkpoint.pt" if path.is_dir() else path
+        if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
+            raise ValueError
+        saved = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: a hostile file runs no code
+        script, before, known = saved["script"], saved["args"], saved["args"].keys() == vars(args).keys()
+    except Exception as error:  # a damaged or foreign file raises nearly anything
+        raise UsageError(f"{path}: no readable checkpoint ({type(error).__name__}); is there a best.pt?") from None
+    if script != SCRIPT or not known:
+        raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
+    for name, old in before.items() if strict else ():
+        if name not in ANEW and getattr(args, name) != old:
+            given = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{given}: the run has {old}; only a new run can change it")
+    if args.resume and path.name != "checkpoint.pt" and path.with_name("checkpoint.pt").exists():
+        raise UsageError(f"--resume {path}: would overwrite the checkpoint.pt beside it, move that away first")
+    return saved | dict(path=path)
+
+
+def write_atomically(path: Path, data):
+    """Write beside it and rename: at any moment `path` is whole, the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def main(argv=None) -> int:
+    """The command line: 0 done, 2 bad usage, 1 failure, 130 after Ctrl-C, 143 after SIGTERM."""
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        threading.excepthook = lambda hook: None  # TensorBoard's writer thread: its error is raised again in this one
+        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
+        if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
+            before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
+            args = tyro.cli(Args, args=argv, default=Args(**before))
+        train(args)
+        return 0
+    except (KeyboardInterrupt, SystemExit) as stop:
+        return getattr(stop, "code", 130)
+    except (UsageError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
+            raise
+        mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
+        print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | ImportError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The threads of the asynchronous scripts against their one-threaded run, and what becomes of them when a run ends."""
+
+import csv
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEXT_STEP, ROOT, FakeVecEnv, random_episodes
+
+KINDS = {
+    "appo_atari": dict(shape=(4, 44, 44), many=dict(num_minibatches=2, minibatch_size=32), switch="vtrace"),
+    "impala_procgen": dict(shape=(3, 16, 16), many=dict(minibatch_size=64, channels=(4, 4, 4)), switch="shape_reward"),
+}
+COMMON = dict(num_envs=4, num_groups=1, num_steps=16, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+
+
+@pytest.fixture(params=list(KINDS))
+def script(request, tmp_path):
+    module, kind = importlib.import_module(request.param), KINDS[request.param]
+
+    def fake(num_envs=4, cls=FakeVecEnv, seed=0):
+        return cls(random_episodes(num_envs, seed=seed), NEXT_STEP, shape=kind["shape"])
+
+    def run(envs, iterations=1, name="run", **changes):
+        args = module.Args(**(COMMON | kind["many"] | dict(run_dir=str(tmp_path), run_name=name) | changes))
+        args.total_timesteps = iterations * args.batch_size
+        return module.train(args, envs), torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+
+    return types.SimpleNamespace(module=module, fake=fake, run=run, path=tmp_path, name=request.param, **kind)
+
+
+def read(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def actors():
+    return [thread for thread in threading.enumerate() if thread.name == "actor"]
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_zero_lag_equals_sync(script, switch):
+    """One group whose actor waits for the learner: the asynchronous run is the one-threaded one, bit for bit."""
+    saved = []
+    for name, changes in (("sync", dict(sync=True)), ("async", dict(num_batches_to_accumulate=0))):
+        changes[script.switch] = switch
+        saved.append(script.run([script.fake()], 3, name, update_epochs=2, **changes)[1])
+    assert all(torch.equal(saved[0]["agent"][name], saved[1]["agent"][name]) for name in saved[0]["agent"])
+    assert saved[0]["version"] == saved[1]["version"] > 3
+    first, second = (
+        [{name: cell for name, cell in row.items() if "time/" not in name} for row in read(script.path / name)]
+        for name in ("sync", "async")
+    )
+    assert first == second
+
+
+def test_lag_bound(script, monkeypatch):
+    """However slow the learner, no row is older than (queue + 2) datasets of SGD steps; and there is some lag."""
+    lags, log = [], script.module.Run.log
+
+    def slow(self, step, metrics):
+        lags.append(metrics["async/policy_lag_max"])
+        time.sleep(0.02)
+        return log(self, step, metrics)
+
+    monkeypatch.setattr(script.module.Run, "log", slow)
+    options = dict(num_groups=2, num_batches_to_accumulate=1, update_epochs=2)
+    _, saved = script.run([script.fake(2, seed=seed) for seed in (0, 1)], 40, **options)
+    assert 0 < max(lags) <= 3 * saved["version"] // 40 and len(lags) == 40
+
+
+def test_actors_wait_for_a_slow_learner(script, monkeypatch):
+    """Back-pressure: they begin no rollout beyond the datasets they may be ahead."""
+    begun, log = [], script.module.Run.log
+    envs = [script.fake(2, seed=seed) for seed in (0, 1)]
+
+    def slow(self, step, metrics):
+        time.sleep(0.1)
+        begun.append(sum(len(group.actions) for group in envs) * 2)  # rows, the head start of group 1 included
+        return log(self, step, metrics)
+
+    monkeypatch.setattr(script.module.Run, "log", slow)
+    script.run(envs, 6, num_groups=2, num_batches_to_accumulate=1)
+    assert all(rows <= (i + 3) * 64 + 32 for i, rows in enumerate(begun)), begun
+
+
+def test_actor_exception_ends_the_run(script):
+    class Broken(FakeVecEnv):
+        def step(self, actions):
+            if len(self.actions) == 20:
+                raise ValueError("the emulator is gone")
+            return super().step(actions)
+
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="the emulator is gone"):
+        script.run([script.fake(cls=Broken)], 10)
+    assert time.perf_counter() - start < 10
+    assert not actors()  # an interpreter that exits under one crashes
+
+
+def test_interrupt_leaves_no_actor(script, monkeypatch):
+    log = script.module.Run.log
+
+    def interrupted(self, step, metrics):
+        if step == 3 * 64:
+            raise KeyboardInterrupt
+        return log(self, step, metrics)
+
+    monkeypatch.setattr(script.module.Run, "log", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        script.run([script.fake(2), script.fake(2)], 10, num_groups=2)
+    assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2 * 64
+    assert not actors()
+
+
+COMMANDS = {
+    "appo_atari": "--env-id Pong --num-envs 4 --num-steps 16 --minibatch-size 32 --num-minibatches 2",
+    "impala_procgen": "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4",
+}
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_asynchronous_command_stops_and_goes_on(name, tmp_path):
+    """As a user starts it: SIGINT ends it with 130, a checkpoint and no process left; --resume goes on to 0."""
+    command = [sys.executable, ROOT / f"{name}.py", *COMMANDS[name].split(), "--run-name", "a", "--torch-threads", "1"]
+    command += ["--total-timesteps", "100000000", "--eval-episodes", "2"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    lines = (line for line in process.stdout if line.startswith("step "))
+    for _ in range(3):
+        next(lines)
+    os.kill(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped" in error and "Traceback" not in error, error
+    assert "terminate called" not in error
+    step = torch.load(tmp_path / "runs/a/checkpoint.pt", weights_only=True)["step"]
+    command = [sys.executable, ROOT / f"{name}.py", "--resume", "runs/a", "--total-timesteps", str(step + 64)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    steps = [int(row["step"]) for row in read(tmp_path / "runs/a")]
+    assert steps == sorted(set(steps)) and steps[-1] == step + 64
+
+
+@pytest.mark.slow
+def test_overlap_pays_when_environments_wait(script):
+    """With steps that sleep as long as learning takes, two groups of actors give at least 1.6 x `--sync`."""
+
+    class Waits(FakeVecEnv):
+        pause = 0.0
+
+        def step(self, actions):
+            time.sleep(self.pause)
+            return super().step(actions)
+
+    def speed(name, **changes):
+        envs = [script.fake(cls=Waits, seed=seed) for seed in (0, 1)]
+        options = dict(num_envs=8, num_groups=2, minibatch_size=128, update_epochs=8) | changes
+        batch = script.run(envs, 12, name, **options)[0]["step"] / 12
+        rows = read(script.path / name)[4:]
+        return rows, batch * len(rows) / sum(batch / float(row["time/sps"]) for row in rows), batch
+
+    rows, _, batch = speed("calibrate", sync=True)
+    learn = np.median([float(row["time/learn_s"]) for row in rows])
+    Waits.pause = learn / (batch / 4)  # batch / 4 steps of 4 environments, one after the other in sync
+    ratios = [speed(f"async {i}")[1] / speed(f"sync {i}", sync=True)[1] for i in range(3)]
+    print("asynchronous over sync:", ratios)
+    assert np.median(ratios) > 1.6
