@@ -187,7 +187,6 @@ def test_augmentation_changes_updates_and_not_acting(tmp_path):
 
     plain, moved = one("plain"), one("moved", augment=("flip", "rotate"), augment_prob=1.0)
     assert np.array_equal(plain[0], moved[0]) and plain[1]["loss/value"] != moved[1]["loss/value"]
-    assert abs(plain[1]["train/approx_kl"]) < 1e-6 < moved[1]["train/approx_kl"]
 
 
 def test_replay_leaves_the_statistics_of_new_batches_alone(tmp_path):

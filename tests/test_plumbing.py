@@ -55,6 +55,7 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         film=(168, 168, 3),
         package="envpool",
         saves_games=False,
+        micro=256,
         other=("--gamma-int", 0.5),
         bad=[
             ("--env-id Montezuma", ["--env-id", "Montezuma", "MontezumaRevenge"]),
@@ -84,6 +85,8 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         grouped=True,
         no_total=("--lr-schedule", "constant"),
         acts=32,  # calls of `sample` an iteration
+        head_start=16,  # and before the first
+        micro=256,
         other=("--vtrace",),
         huge="--num-minibatches 1 --num-groups 1",
         bad=[
@@ -109,6 +112,9 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         saves_games=True,
         grouped=True,
         acts=32,
+        head_start=16,
+        micro=16,
+        huge="--num-groups 1",
         other=("--num-levels", 4),
         bad=[
             ("--env-id bigfsh", ["--env-id", "bigfsh", "bigfish"]),
@@ -161,7 +167,7 @@ def script(request, tmp_path, monkeypatch):
     def train(args, envs):
         return module.train(args, [envs] if kind.get("grouped") else envs)
 
-    more = dict(larger={}, huge="", grouped=False, no_total=(), acts=16) | kind
+    more = dict(larger={}, huge="", grouped=False, no_total=(), acts=16, head_start=0, micro=64) | kind
     return types.SimpleNamespace(
         train=train,
         name=request.param,
@@ -302,7 +308,12 @@ def test_progress_lines(script, capsys):
     assert script.run(*args, "--total-timesteps", 3 * script.steps, "--eval-episodes", 0, tiny=False) == 0
     out = capsys.readouterr().out.splitlines()
     lines = [line for line in out if re.fullmatch(r"step [\d,]+  return \S+  [\d,]+ steps/s  \d+ min left", line)]
-    assert len(lines) == 3 and "1 torch threads" in out[0] and "env threads" in out[0] and "micro-batch 64" in out[0]
+    assert (
+        len(lines) == 3
+        and "1 torch threads" in out[0]
+        and "env threads" in out[0]
+        and f"micro-batch {script.micro}," in out[0]
+    )
     assert f"3 iterations x {script.steps} = {3 * script.steps} steps" in out[1]
 
 
@@ -492,7 +503,7 @@ def test_ctrl_c_real_env_then_resume(script, monkeypatch):
 
     def sample(*args):
         calls.append(0)
-        if len(calls) == 5 * script.acts // 2:
+        if len(calls) == script.head_start + 5 * script.acts // 2:
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
@@ -838,7 +849,7 @@ def test_damaged_env_states(script, capfd):
     folder = script.path / "runs" / "a"
     script.run("--total-timesteps", script.steps, "--run-name", "a", "--eval-episodes", 0)
     saved = load(folder)
-    saved["envs"]["games"][0] = b"damaged"
+    (saved["groups"][0] if script.grouped else saved)["envs"]["games"][0] = b"damaged"
     torch.save(saved, folder / "checkpoint.pt")
     assert script.run("--resume", "runs/a", "--total-timesteps", 2 * script.steps, tiny=False) == 2
     error = capfd.readouterr().err
