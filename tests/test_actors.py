@@ -16,8 +16,18 @@ import torch
 from conftest import NEXT_STEP, ROOT, FakeVecEnv, random_episodes
 
 KINDS = {
-    "appo_atari": dict(shape=(4, 44, 44), many=dict(num_minibatches=2, minibatch_size=32), switch="vtrace"),
-    "impala_procgen": dict(shape=(3, 16, 16), many=dict(minibatch_size=64, channels=(4, 4, 4)), switch="shape_reward"),
+    "appo_atari": dict(
+        shape=(4, 44, 44),
+        many=dict(num_minibatches=2, minibatch_size=32),
+        switch="vtrace",
+        double=dict(num_minibatches=4),
+    ),
+    "impala_procgen": dict(
+        shape=(3, 16, 16),
+        many=dict(minibatch_size=64, channels=(4, 4, 4)),
+        switch="shape_reward",
+        double=dict(minibatch_size=128),
+    ),
 }
 COMMON = dict(num_envs=4, num_groups=1, num_steps=16, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
 
@@ -90,6 +100,38 @@ def test_actors_wait_for_a_slow_learner(script, monkeypatch):
     monkeypatch.setattr(script.module.Run, "log", slow)
     script.run(envs, 6, num_groups=2, num_batches_to_accumulate=1)
     assert all(rows <= (i + 3) * 64 + 32 for i, rows in enumerate(begun)), begun
+
+
+def test_groups_start_apart_and_random_play_does_not_count(script):
+    """Group g plays num_steps * g random steps first: it books no game and no step of them."""
+    groups = [script.fake(), script.fake()]
+    metrics, _ = script.run(groups, num_envs=8, num_groups=2, sync=True, **script.double)
+    assert [len(group.actions) for group in groups] == [16, 32] and metrics["step"] == 128
+    ended = 0
+    for group, first in zip(groups, (0, 16), strict=True):
+        ended += sum(int((ended | cut).sum()) for _, ended, cut, _ in group.log[first:])
+    assert metrics["episode/count"] == ended
+    assert min(np.bincount(np.concatenate(groups[1].actions[:16]), minlength=4)) > 4
+
+
+def test_a_resumed_asynchronous_run_plays_new_games(script, monkeypatch):
+    """Emulators that no checkpoint holds must not replay the random numbers of the run's start."""
+    streams, seeds, seed = [], [], script.module.stream_seed
+    monkeypatch.setattr(script.module, "make_envs", lambda args, split, n: streams.append(split) or script.fake(n))
+    monkeypatch.setattr(script.module, "stream_seed", lambda *rest: seeds.append(rest[1]) or seed(*rest))
+    _, saved = script.run(None, 2)
+    args = dict(saved["args"]) | dict(resume=str(script.path / "run"), total_timesteps=4 * 64)
+    script.module.train(script.module.Args(**args))
+    assert len(streams) == len(set(streams)) == 2 and len(seeds) == len(set(seeds)) == 2, (streams, seeds)
+
+
+def test_vtrace_gets_its_limits(script, monkeypatch):
+    calls, vtrace = [], script.module.vtrace
+    monkeypatch.setattr(script.module, "vtrace", lambda *rest: calls.append(rest) or vtrace(*rest))
+    more = dict(vtrace=True) if script.switch == "vtrace" else dict(vtrace_lambda=0.6)
+    script.run([script.fake()], sync=True, gamma=0.95, rho_bar=0.9, c_bar=0.7, **more)
+    expected = (0.95, 0.9, 0.7) + ((0.6,) if "vtrace_lambda" in more else ())
+    assert calls and all(rest[5:] == expected for rest in calls)
 
 
 def test_actor_exception_ends_the_run(script):

@@ -320,18 +320,6 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace):
 # -------------------------------------------------------------------------------------------- what a run has and writes
 
 
-def test_groups_start_apart_and_random_play_does_not_count(tmp_path):
-    """Group g plays num_steps * g random steps first: it books no game and no step of them."""
-    groups = [fake(ends=("terminated", "truncated")) for _ in range(2)]
-    metrics, _ = run(tmp_path, groups, num_envs=8, num_groups=2, num_minibatches=4, sync=True)
-    assert [len(group.actions) for group in groups] == [16, 32] and metrics["step"] == 128
-    ended = 0
-    for group, first in zip(groups, (0, 16), strict=True):
-        ended += sum(int((ended | cut).sum()) for _, ended, cut, _ in group.log[first:])
-    assert metrics["episode/count"] == ended
-    assert min(np.bincount(np.concatenate(groups[1].actions[:16]), minlength=4)) > 4
-
-
 def test_milestones(tmp_path):
     """Checkpoints that are kept, the first at the first iteration that starts past each multiple."""
     run(tmp_path, [fake()], 6, sync=True, milestone_every=100)
