@@ -125,6 +125,17 @@ def test_a_resumed_asynchronous_run_plays_new_games(script, monkeypatch):
     assert len(streams) == len(set(streams)) == 2 and len(seeds) == len(set(seeds)) == 2, (streams, seeds)
 
 
+def test_groups_take_turns(script):
+    """One-threaded, with datasets of a single rollout: each group acts for every other one, over a resume too."""
+    groups = [script.fake(2), script.fake(2)]
+    _, saved = script.run(groups, 3, num_groups=2, sync=True, **script.half)
+    assert [len(group.actions) for group in groups] == [2 * 16, 16 + 16]
+    groups = [script.fake(2), script.fake(2)]
+    args = dict(saved["args"]) | dict(resume=str(script.path / "run"), total_timesteps=4 * 32)
+    script.module.train(script.module.Args(**args), groups)
+    assert [len(group.actions) for group in groups] == [0, 16 + 16]
+
+
 def test_vtrace_gets_its_limits(script, monkeypatch):
     calls, vtrace = [], script.module.vtrace
     monkeypatch.setattr(script.module, "vtrace", lambda *rest: calls.append(rest) or vtrace(*rest))

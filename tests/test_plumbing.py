@@ -376,7 +376,7 @@ def test_time_split_sums(script, monkeypatch):
     monkeypatch.setattr(run, "log", lambda *rest: wall.append(time.perf_counter() - mark[-1]) or log(*rest))
     envs = script.fake()
     script.train(script.small(run_name="t", num_steps=64, total_timesteps=5 * 256, **script.larger), envs)
-    names = [name for name in script.module.COLUMNS if name.startswith("time/") and name != "time/sps"]
+    names = [name for name in script.module.COLUMNS if name.startswith("time/") and name.endswith("_s")]
     off = []
     for row, took in list(zip(rows(script.path / "t"), wall, strict=True))[1:]:
         parts = [float(row[name]) for name in names]
