@@ -5,8 +5,8 @@
 Actors and learner run at the same time: environments are split into groups, each stepped by its own thread with the
 newest published weights, while the learner trains on the datasets that are complete. `--sync` turns the overlap off.
 Unlike most PPO, as Sample Factory: the clip interval is [1 / (1 + eps), 1 + eps], the ratio is clamped to [0.05, 20];
-the critic predicts normalised returns; observations are normalised element by element; advantages are normalised per
-minibatch; minibatches are whole trajectories in a fixed order; rows that are too old are masked.
+the critic predicts normalised returns; observations are normalised element by element; minibatches are whole
+trajectories in a fixed order; rows that are too old are masked.
 Departures: EnvPool emulates (the ignored action after an end is masked); the learning rate falls to zero (Sample
 Factory's counts frames against samples and ends at 0.75); a game cut at the time limit bootstraps from its last
 observation (theirs adds gamma V of the one before); V-trace works with normalised returns and a true bootstrap (theirs
@@ -79,10 +79,12 @@ class Args:
     evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
-    env_threads: int = 0  # threads that step the environments; 0 = the core count
-    compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast; off until measured on a GPU
-    micro_batch: int = 0  # rows computed at once: same gradient, less memory; 0 = 256 on a CPU, all on a GPU
+    env_threads: int = 0  # threads that step the environments of a group; 0 = the core count
+    compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; off until measured on a GPU
+    micro_batch: int = (
+        0  # rows computed at once: same gradient, less memory; 0 = 256 (impala net: 64) on a CPU, all on a GPU
+    )
     total_timesteps: int = 25_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
     max_minutes: float = 0  # stop before the iteration that would pass this many minutes; 0 = never
@@ -115,7 +117,7 @@ class Args:
     num_minibatches: int = 8  # minibatches of a dataset, which is an iteration
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[str, ...] = ("3.03e-4",)  # learning rate: one number, or step:rate knots in agent steps, linear between
-    lr_schedule: Literal["linear", "constant", "kl"] = "linear"  # on top: falling to 0, nothing, by the last epoch's KL
+    lr_schedule: Literal["linear", "constant", "kl"] = "linear"  # on top: falling to 0, nothing, by each epoch's KL
     adam_eps: float = 1e-5  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # no overlap: act, then learn, in one thread; bit-reproducible on a CPU
@@ -146,7 +148,7 @@ class Args:
         low |= dict(frame_skip=1, stack=1, max_episode_steps=1, num_groups=1, num_minibatches=1, channels=1)
         low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
         high = dict(gamma=1, gae_lambda=1, repeat_action_probability=1, seed=2**32 - 1, torch_threads=1024)
-        high |= dict(env_threads=1024, noop_max=1000, frame_skip=100, stack=100, num_groups=self.num_envs)
+        high |= dict(env_threads=1024, noop_max=1000, frame_skip=100, stack=100, num_groups=min(self.num_envs, 64))
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
@@ -164,6 +166,8 @@ class Args:
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
         schedule(0, self.lr, "--lr")
+        if self.lr_schedule == "kl" and len(self.lr) > 1:
+            raise UsageError(f"--lr {' '.join(self.lr)}: --lr-schedule kl starts from one number")
 
 
 ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_dir")]
@@ -449,7 +453,8 @@ class Group:
         return saved | dict(envs=self.envs.get_state() if hasattr(self.envs, "get_state") else None)
 
     def restore(self, saved: dict):
-        self.generator.set_state(saved["rng"])
+        if len(saved["rng"]) == len(self.generator.get_state()):  # else it is another kind of device's
+            self.generator.set_state(saved["rng"])
         if saved["envs"] and hasattr(self.envs, "set_state"):  # without it the games start anew
             self.envs.set_state(saved["envs"])
             self.obs, self.over = saved["obs"].numpy(), saved["over"].numpy()
@@ -464,7 +469,8 @@ class Group:
         N = self.envs.num_envs
         rows = dict(obs=torch.zeros(T + 1, N, *self.obs.shape[1:], dtype=torch.uint8, device=self.device))
         rows |= dict(action=torch.zeros(T, N, dtype=torch.int64), version=torch.zeros(T, N, dtype=torch.int64))
-        rows |= {name: torch.zeros(T, N) for name in ("logp", "value", "reward", "terminated", "done", "valid")}
+        rows |= {name: torch.zeros(T, N) for name in ("reward", "terminated", "done", "valid")}
+        rows |= {name: torch.zeros(T, N, device=self.device) for name in ("logp", "value")}  # one wait a step is enough
         games, spent, mark = [], dict(env=0.0, policy=0.0), time.perf_counter()
         for t in range(T):
             if stopped():
@@ -486,19 +492,22 @@ class Group:
                 rows["terminated"][t, i] = 1
             spent["env"], mark = spent["env"] + time.perf_counter() - mark, time.perf_counter()
         rows["obs"][T] = torch.from_numpy(self.obs)
+        rows |= {name: x.cpu() for name, x in rows.items() if name != "obs"}
         return dict(rows=rows, games=games, spent=spent)
 
 
 class Rollouts:
     """What lies between actors and learner: finished rollouts, and how far the actors may be ahead.
 
-    A dataset is `size` rollouts. Actors begin a rollout only while it belongs to one of the next `ahead` + 1 datasets
-    after those that were learned, which bounds the age of a row by (ahead + 2) datasets of SGD steps.
+    A dataset is `size` rollouts, in the order in which they were begun. Actors begin a rollout only while it belongs to
+    one of the next `ahead` + 1 datasets after those that were learned, and to one of the run's `total`: no row is older
+    than `ahead` + 2 datasets of SGD steps, however unequal the actors are.
     """
 
-    def __init__(self, size: int, ahead: int):
-        self.size, self.limit, self.condition = size, size * (ahead + 1), threading.Condition()
-        self.begun, self.ready, self.error, self.stopped = 0, [], None, False
+    def __init__(self, size: int, ahead: int, total: int):
+        self.size, self.last, self.condition = size, size * total, threading.Condition()
+        self.begun, self.taken, self.limit = 0, 0, min(size * (ahead + 1), self.last)
+        self.ready, self.error, self.stopped = {}, None, False
 
     def actor(self, group: Group, *rest):
         """The body of an actor's thread."""
@@ -508,37 +517,43 @@ class Rollouts:
                     self.condition.wait_for(lambda: self.stopped or self.begun < self.limit)
                     if self.stopped:
                         return
-                    self.begun += 1
+                    ticket, self.begun = self.begun, self.begun + 1
                 rollout = group.rollout(*rest, stopped=lambda: self.stopped)
                 with self.condition:
-                    self.ready.append(rollout)
+                    self.ready[ticket] = rollout
                     self.condition.notify_all()
         except BaseException as error:
             with self.condition:
-                self.error = error
+                self.error = error if isinstance(error, Exception) else RuntimeError(f"an actor ended: {error!r}")
                 self.condition.notify_all()
 
+    def check(self):
+        """Raise what an actor raised."""
+        if self.error:
+            raise self.error
+
     def take(self) -> list[dict]:
-        """Wait for a dataset; an actor's exception is raised here."""
+        """Wait for the next dataset."""
         with self.condition:
-            self.condition.wait_for(lambda: self.error or len(self.ready) >= self.size)
-            if self.error:
-                raise self.error
-            dataset, self.ready = self.ready[: self.size], self.ready[self.size :]
-            return dataset
+            tickets = range(self.taken, self.taken + self.size)
+            self.condition.wait_for(lambda: self.error or self.ready.keys() >= set(tickets))
+            self.check()
+            self.taken += self.size
+            return [self.ready.pop(ticket) for ticket in tickets]
 
     def learned(self):
+        """One more dataset may be begun."""
         with self.condition:
-            self.limit += self.size
+            self.limit = min(self.limit + self.size, self.last)
             self.condition.notify_all()
 
     def stop(self, threads):
         """End the actors, within a step of their environments: an interpreter that exits under them would crash."""
         with self.condition:
-            self.stopped = True
+            self.stopped, end = True, time.monotonic() + 5
             self.condition.notify_all()
         for thread in threads:
-            thread.join(5)
+            thread.join(max(0, end - time.monotonic()))
 
 
 def train(args: Args, envs: list | None = None) -> dict:
@@ -574,18 +589,17 @@ def train(args: Args, envs: list | None = None) -> dict:
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
     forward = autocast(lambda obs: network(obs))  # -> logits (B, A), normalised value (B,)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=schedule(0, args.lr), eps=args.adam_eps, fused=True)
     fitting = (64, 256)[args.net == "nature"] if device.type == "cpu" else args.minibatch_size
     micro_batch = args.micro_batch or fitting
 
     groups = [Group(group, stream_seed(args.seed, f"{stream} actions {g}"), device) for g, group in enumerate(envs)]
     for g, group in enumerate(() if args.evaluate else groups):
         group.play_randomly(g * T)
-    step, version, kl_lr, metrics = 0, 0, False, {}
+    step, version, metrics = 0, 0, {}
     try:
         if saved:
             step, version = saved["step"], saved["version"]
-            kl_lr = args.lr_schedule == "kl" and step > 0
             agent.load_state_dict(saved["agent"])
             optimizer.load_state_dict(saved["optimizer"])
         if args.resume:
@@ -597,7 +611,7 @@ def train(args: Args, envs: list | None = None) -> dict:
     if args.evaluate:
         return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
     policy, per_dataset = Published(agent, version), args.batch_size // (N * T)
-    rollouts = Rollouts(per_dataset, args.num_batches_to_accumulate)
+    rollouts = Rollouts(per_dataset, args.num_batches_to_accumulate, args.iterations - step // args.batch_size)
 
     def state():  # all that the next iteration depends on; asynchronous actors are in the middle of theirs: not saved
         now = dict(own_envs=own, step=step, version=version, agent=agent.state_dict(), rng=get_rng_state(device))
@@ -613,8 +627,8 @@ def train(args: Args, envs: list | None = None) -> dict:
         stack.callback(lambda: rollouts.stop(thread for thread in threads if thread.ident is not None))
         if args.resume and args.lr_schedule == "linear" and saved["args"]["total_timesteps"] != args.total_timesteps:
             run.say(f"the learning rate now falls to 0 at step {run.total:,}, a new --total-timesteps")
-        joules = energy_j(device)
         while run.goes_on(step, state):
+            before = energy_j(device)
             if args.milestone_every and step and step % args.milestone_every < args.batch_size:
                 run.write(f"milestone_{step}.pt")
             # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
@@ -632,7 +646,8 @@ def train(args: Args, envs: list | None = None) -> dict:
             spent = {f"time/{phase}_s": sum(one["spent"][phase] for one in dataset) for phase in ("env", "policy")}
             if args.sync:  # the actors' seconds are the learner's
                 spent["time/queue_wait_s"] = waited - sum(spent.values())
-            obs, M = rows.pop("obs"), rows["reward"].shape[1]  # (T + 1, M, C, S, S): M trajectories
+            del dataset
+            obs = rows.pop("obs")  # (T + 1, M, C, S, S): M trajectories
             lag = version - rows.pop("version")
             valid = rows["valid"] = rows["valid"] * (lag <= args.max_policy_lag)
             with torch.no_grad():
@@ -646,20 +661,22 @@ def train(args: Args, envs: list | None = None) -> dict:
             ends = (rows["terminated"], rows["done"])
             rows["advantage"] = gae(rows["reward"], values, *ends, args.gamma, args.gae_lambda)
             rows["target"] = rows["advantage"] + rows["value"]
-            unexplained, variance = rows["advantage"][mask].var().item(), rows["target"][mask].var().item()
+            errors = rows["advantage"][mask], rows["target"][mask]
+            unexplained, variance = (x.var().item() if len(x) > 1 else 0 for x in errors)
             if args.normalize_returns and not args.vtrace:
                 agent.return_moments.update(rows["target"][mask].to(device))
             rows = {name: x.to(device) for name, x in rows.items()}
 
             # Update: minibatches are whole trajectories in a fixed order
             falling = 1 - step / run.total if args.lr_schedule == "linear" else 1
-            lr = (optimizer.param_groups[0]["lr"] if kl_lr else schedule(step, args.lr)) * falling
-            optimizer.param_groups[0]["lr"] = lr
+            if args.lr_schedule != "kl":
+                optimizer.param_groups[0]["lr"] = schedule(step, args.lr) * falling
+            lr = optimizer.param_groups[0]["lr"]
             stats = torch.zeros(args.update_epochs, args.num_minibatches, len(TERMS) + 1, device=device)
             for epoch in range(args.update_epochs):
                 seen = []  # V-trace targets
-                for m, some in enumerate(torch.arange(M).split(args.minibatch_size // T)):
-                    some = slice(int(some[0]), int(some[-1]) + 1)
+                for m in range(args.num_minibatches):
+                    some = slice(m * args.minibatch_size // T, (m + 1) * args.minibatch_size // T)
                     frames, mini = obs[:, some], {name: x[:, some] for name, x in rows.items()}
                     if args.vtrace:
                         targets = vtrace_targets(agent, forward, frames, mini, micro_batch, args)
@@ -680,17 +697,18 @@ def train(args: Args, envs: list | None = None) -> dict:
                     optimizer.step()
                     version += 1
                     policy.publish(agent, version)
+                    rollouts.check()
                     run.lap("learn", args.batch_size / 2 / args.update_epochs / args.num_minibatches)
                 if args.normalize_returns and args.vtrace and epoch == 0:
                     agent.return_moments.update(torch.cat(seen))
+                if args.lr_schedule == "kl":  # Sample Factory's kl_adaptive_epoch, its target 0.008, by a sampled KL
+                    kl, rate = stats[epoch, :, TERMS.index("train/approx_kl")].mean().item(), optimizer.param_groups[0]
+                    rate["lr"] *= 1 / 1.5 if kl > 0.016 else 1.5 if kl < 0.004 else 1
+                    rate["lr"] = min(max(rate["lr"], 1e-6), 1e-2)
             metrics = dict(zip((*TERMS, "train/grad_norm"), stats.mean((0, 1)).tolist(), strict=True))
             for name, mean in metrics.items():
                 if not np.isfinite(mean):
                     raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
-            if args.lr_schedule == "kl":  # Sample Factory's kl_adaptive_epoch, its target 0.008
-                kl, kl_lr = stats[-1, :, TERMS.index("train/approx_kl")].mean().item(), True
-                lr_after = lr * (1 / 1.5 if kl > 0.016 else 1.5 if kl < 0.004 else 1)
-                optimizer.param_groups[0]["lr"] = min(max(lr_after, 1e-6), 1e-2)
             step += args.batch_size
             rollouts.learned()
             metrics |= spent | {"train/lr": lr, "train/valid_frac": valid.mean().item()}
@@ -699,7 +717,7 @@ def train(args: Args, envs: list | None = None) -> dict:
             metrics |= {"async/policy_lag_mean": lag.float().mean().item(), "async/policy_lag_max": int(lag.max())}
             metrics["train/explained_variance"] = 1 - unexplained / variance if variance > 0 else None
             run.lap("learn")
-            before, joules = joules, energy_j(device)
+            joules = energy_j(device)
             if before and joules and joules >= before:  # RAPL's counter wraps around
                 metrics["time/energy_j"] = joules - before
                 metrics["time/j_per_mframes"] = 1e6 * (joules - before) / args.batch_size / args.frame_skip

@@ -6,7 +6,7 @@ IMPALA, its V-trace and its network: Espeholt et al. 2018, arXiv:1802.01561. Pro
 arXiv:1912.01588. Actors and learner run at the same time: environments are split into groups, each stepped by its own
 thread with the newest published weights, while the learner trains on what is complete. `--sync` turns the overlap off.
 Unlike the paper, as in the reference (RLlib 0.8, TensorFlow 1): Adam; several passes over a batch, V-trace anew in
-each; frames t-3 and t as input; average pooling before a ReLU; replay of old batches as an option.
+each; frames t-3 and t as input; average pooling before a ReLU.
 Departures: losses are means, the reference's are sums over its 1,600 rows: with Adam the scale cancels, so the clip of
 the gradient's norm (0.5) and Adam's epsilon (1e-8) are divided by 1,600 here; a fragment's last row is trained too,
 with the observation after it as bootstrap (theirs drops it); PyTorch's Adam adds epsilon after the bias correction,
@@ -90,9 +90,9 @@ class Args:
     evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
-    env_threads: int = 0  # threads that step the environments; 0 = the core count, at most 8
-    compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast; off until measured on a GPU
+    env_threads: int = 0  # threads that step the environments of a group; 0 = the core count, at most 8
+    compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; off until measured on a GPU
     micro_batch: int = 0  # rows computed at once, but whole fragments; 0 = one fragment on a CPU, all on a GPU
     total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
@@ -151,7 +151,9 @@ class Args:
         low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
         low |= dict(num_groups=1, eval_episodes=int(bool(self.eval_every or self.evaluate)))
         high = dict(gamma=1, vtrace_lambda=1, seed=2**32 - 1, torch_threads=1024, env_threads=1024, augment_prob=1)
-        high |= dict(num_levels=2**31 - 1, start_level=2**31 - 1, num_groups=self.num_envs)
+        high |= dict(
+            num_levels=2**31 - 1, start_level=2**31 - 1, num_groups=min(self.num_envs, 64), replay_proportion=100
+        )
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
@@ -435,7 +437,8 @@ class Group:
         return saved | dict(envs=self.envs.get_state() if hasattr(self.envs, "get_state") else None)
 
     def restore(self, saved: dict):
-        self.generator.set_state(saved["rng"])
+        if len(saved["rng"]) == len(self.generator.get_state()):  # else it is another kind of device's
+            self.generator.set_state(saved["rng"])
         if saved["envs"] and hasattr(self.envs, "set_state"):  # without it the games start anew
             self.envs.set_state(saved["envs"])
             self.obs, self.over = saved["obs"].numpy(), saved["over"].numpy()
@@ -450,7 +453,8 @@ class Group:
         N = self.envs.num_envs
         rows = dict(obs=torch.zeros(T + 1, N, *self.obs.shape[1:], dtype=torch.uint8, device=self.device))
         rows |= dict(action=torch.zeros(T, N, dtype=torch.int64), version=torch.zeros(T, N, dtype=torch.int64))
-        rows |= {name: torch.zeros(T, N) for name in ("logp", "reward", "terminated", "done", "valid")}
+        rows |= {name: torch.zeros(T, N) for name in ("reward", "terminated", "done", "valid")}
+        rows["logp"] = torch.zeros(T, N, device=self.device)  # to wait for the device once a step only
         games, spent, mark = [], dict(env=0.0, policy=0.0), time.perf_counter()
         for t in range(T):
             if stopped():
@@ -473,19 +477,22 @@ class Group:
                 rows["terminated"][t, i] = 1
             spent["env"], mark = spent["env"] + time.perf_counter() - mark, time.perf_counter()
         rows["obs"][T] = torch.from_numpy(self.obs)
+        rows |= {name: x.cpu() for name, x in rows.items() if name != "obs"}
         return dict(rows=rows, games=games, spent=spent)
 
 
 class Rollouts:
     """What lies between actors and learner: finished rollouts, and how far the actors may be ahead.
 
-    A dataset is `size` rollouts. Actors begin a rollout only while it belongs to one of the next `ahead` + 1 datasets
-    after those that were learned, which bounds the age of a row by (ahead + 2) datasets of SGD steps.
+    A dataset is `size` rollouts, in the order in which they were begun. Actors begin a rollout only while it belongs to
+    one of the next `ahead` + 1 datasets after those that were learned, and to one of the run's `total`: no row is older
+    than `ahead` + 2 datasets of SGD steps, however unequal the actors are.
     """
 
-    def __init__(self, size: int, ahead: int):
-        self.size, self.limit, self.condition = size, size * (ahead + 1), threading.Condition()
-        self.begun, self.ready, self.error, self.stopped = 0, [], None, False
+    def __init__(self, size: int, ahead: int, total: int):
+        self.size, self.last, self.condition = size, size * total, threading.Condition()
+        self.begun, self.taken, self.limit = 0, 0, min(size * (ahead + 1), self.last)
+        self.ready, self.error, self.stopped = {}, None, False
 
     def actor(self, group: Group, *rest):
         """The body of an actor's thread."""
@@ -495,37 +502,43 @@ class Rollouts:
                     self.condition.wait_for(lambda: self.stopped or self.begun < self.limit)
                     if self.stopped:
                         return
-                    self.begun += 1
+                    ticket, self.begun = self.begun, self.begun + 1
                 rollout = group.rollout(*rest, stopped=lambda: self.stopped)
                 with self.condition:
-                    self.ready.append(rollout)
+                    self.ready[ticket] = rollout
                     self.condition.notify_all()
         except BaseException as error:
             with self.condition:
-                self.error = error
+                self.error = error if isinstance(error, Exception) else RuntimeError(f"an actor ended: {error!r}")
                 self.condition.notify_all()
 
+    def check(self):
+        """Raise what an actor raised."""
+        if self.error:
+            raise self.error
+
     def take(self) -> list[dict]:
-        """Wait for a dataset; an actor's exception is raised here."""
+        """Wait for the next dataset."""
         with self.condition:
-            self.condition.wait_for(lambda: self.error or len(self.ready) >= self.size)
-            if self.error:
-                raise self.error
-            dataset, self.ready = self.ready[: self.size], self.ready[self.size :]
-            return dataset
+            tickets = range(self.taken, self.taken + self.size)
+            self.condition.wait_for(lambda: self.error or self.ready.keys() >= set(tickets))
+            self.check()
+            self.taken += self.size
+            return [self.ready.pop(ticket) for ticket in tickets]
 
     def learned(self):
+        """One more dataset may be begun."""
         with self.condition:
-            self.limit += self.size
+            self.limit = min(self.limit + self.size, self.last)
             self.condition.notify_all()
 
     def stop(self, threads):
         """End the actors, within a step of their environments: an interpreter that exits under them would crash."""
         with self.condition:
-            self.stopped = True
+            self.stopped, end = True, time.monotonic() + 5
             self.condition.notify_all()
         for thread in threads:
-            thread.join(5)
+            thread.join(max(0, end - time.monotonic()))
 
 
 def train(args: Args, envs: list | None = None) -> dict:
@@ -588,7 +601,7 @@ def train(args: Args, envs: list | None = None) -> dict:
     if args.evaluate:
         return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
     policy, per_dataset = Published(agent, version), args.batch_size // (N * T)
-    rollouts = Rollouts(per_dataset, args.num_batches_to_accumulate)
+    rollouts = Rollouts(per_dataset, args.num_batches_to_accumulate, args.iterations - step // args.batch_size)
 
     def state():  # all that the next iteration depends on; but not the replay, nor asynchronous actors in mid-rollout
         now = dict(own_envs=own, step=step, version=version, agent=agent.state_dict(), rng=get_rng_state(device))
@@ -600,8 +613,8 @@ def train(args: Args, envs: list | None = None) -> dict:
         sums, count, M = 0.0, rows["valid"].sum().clamp(min=1), rows["valid"].shape[1]
         optimizer.zero_grad()
         seen = []
-        for some in torch.arange(M).split(fragments):
-            part = {name: x[:, some[0] : some[-1] + 1] for name, x in rows.items()}
+        for first in range(0, M, fragments):
+            part = {name: x[:, first : first + fragments] for name, x in rows.items()}
             frames, shape = part["obs"].flatten(0, 1), part["obs"].shape[:2]
             frames = augment(frames, args.augment, args.augment_prob) if args.augment else frames
             logits, value = (x.unflatten(0, shape) for x in forward(frames))
@@ -643,6 +656,7 @@ def train(args: Args, envs: list | None = None) -> dict:
             spent = {f"time/{phase}_s": sum(one["spent"][phase] for one in dataset) for phase in ("env", "policy")}
             if args.sync:  # the actors' seconds are the learner's
                 spent["time/queue_wait_s"] = waited - sum(spent.values())
+            del dataset
             lag, valid = version - rows["version"], rows["valid"]
             rows = {name: x.to(device) for name, x in rows.items()}  # (T, M), obs (T + 1, M, C, H, W): M fragments
 
@@ -665,6 +679,7 @@ def train(args: Args, envs: list | None = None) -> dict:
                         unexplained, variance = errors.var(1).tolist()
                     version += 1
                     policy.publish(agent, version)
+                    rollouts.check()
                     run.lap("learn", args.batch_size / 2 / args.update_epochs / (1 + len(old)))
             metrics = dict(zip((*TERMS, "train/grad_norm"), torch.stack(stats[0]).mean(0).tolist(), strict=False))
             for name, mean in metrics.items():

@@ -21,12 +21,14 @@ KINDS = {
         many=dict(num_minibatches=2, minibatch_size=32),
         switch="vtrace",
         double=dict(num_minibatches=4),
+        half=dict(num_minibatches=1),
     ),
     "impala_procgen": dict(
         shape=(3, 16, 16),
         many=dict(minibatch_size=64, channels=(4, 4, 4)),
         switch="shape_reward",
         double=dict(minibatch_size=128),
+        half=dict(minibatch_size=32),
     ),
 }
 COMMON = dict(num_envs=4, num_groups=1, num_steps=16, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
@@ -72,8 +74,15 @@ def test_zero_lag_equals_sync(script, switch):
     assert first == second
 
 
-def test_lag_bound(script, monkeypatch):
-    """However slow the learner, no row is older than (queue + 2) datasets of SGD steps; and there is some lag."""
+class Slow(FakeVecEnv):
+    def step(self, actions):
+        time.sleep(0.02)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("cls", [FakeVecEnv, Slow])
+def test_lag_bound(script, monkeypatch, cls):
+    """However slow the learner or one of the groups, no row is older than (queue + 2) datasets of SGD steps."""
     lags, log = [], script.module.Run.log
 
     def slow(self, step, metrics):
@@ -83,8 +92,9 @@ def test_lag_bound(script, monkeypatch):
 
     monkeypatch.setattr(script.module.Run, "log", slow)
     options = dict(num_groups=2, num_batches_to_accumulate=1, update_epochs=2)
-    _, saved = script.run([script.fake(2, seed=seed) for seed in (0, 1)], 40, **options)
-    assert 0 < max(lags) <= 3 * saved["version"] // 40 and len(lags) == 40
+    groups = [script.fake(2), script.fake(2, cls, seed=1)]
+    _, saved = script.run(groups, 20, **options, **(script.half if cls is Slow else {}))
+    assert 0 < max(lags) <= 3 * saved["version"] // 20 and len(lags) == 20, lags
 
 
 def test_actors_wait_for_a_slow_learner(script, monkeypatch):
@@ -100,6 +110,7 @@ def test_actors_wait_for_a_slow_learner(script, monkeypatch):
     monkeypatch.setattr(script.module.Run, "log", slow)
     script.run(envs, 6, num_groups=2, num_batches_to_accumulate=1)
     assert all(rows <= (i + 3) * 64 + 32 for i, rows in enumerate(begun)), begun
+    assert sum(len(group.actions) for group in envs) * 2 == 6 * 64 + 32  # and none that no learner will see
 
 
 def test_groups_start_apart_and_random_play_does_not_count(script):
@@ -157,6 +168,48 @@ def test_actor_exception_ends_the_run(script):
         script.run([script.fake(cls=Broken)], 10)
     assert time.perf_counter() - start < 10
     assert not actors()  # an interpreter that exits under one crashes
+
+
+def test_actor_exception_ends_an_update(script, monkeypatch):
+    """A long update does not delay it: it is noticed after the present SGD step."""
+
+    class Broken(FakeVecEnv):
+        def step(self, actions):
+            if len(self.actions) == 20:
+                raise SystemExit(0)  # which must not pass for a clean end either
+            return super().step(actions)
+
+    publish, steps = script.module.Published.publish, []
+
+    def slow(self, *rest):
+        time.sleep(0.2)
+        steps.append(0)
+        return publish(self, *rest)
+
+    monkeypatch.setattr(script.module.Published, "publish", slow)
+    with pytest.raises(RuntimeError, match="an actor ended"):
+        script.run([script.fake(cls=Broken)], 10, update_epochs=50)
+    assert len(steps) < 20
+
+
+def test_stopping_many_hung_actors_takes_one_deadline(script):
+    hung = script.module.Rollouts(1, 1, 9)
+    threads = [threading.Thread(target=time.sleep, args=(7,), daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    start = time.perf_counter()
+    hung.stop(threads)
+    assert time.perf_counter() - start < 6.5
+
+
+def test_a_generator_of_another_kind_of_device_is_started_anew(script):
+    """--device may change on resume: a CUDA generator's state, 16 bytes, is no CPU one's."""
+    _, saved = script.run([script.fake()], sync=True)
+    for group in saved["groups"]:
+        group["rng"] = torch.zeros(16, dtype=torch.uint8)
+    torch.save(saved, script.path / "run" / "checkpoint.pt")
+    args = dict(saved["args"]) | dict(resume=str(script.path / "run"), total_timesteps=2 * 64)
+    assert script.module.train(script.module.Args(**args), [script.fake()])["step"] == 128
 
 
 def test_interrupt_leaves_no_actor(script, monkeypatch):
