@@ -400,8 +400,7 @@ def ppo(script, args) -> Stopwatch:
     theirs = other.Args(env_id=args.env_id, channels=args.channels, pool=args.pool, stack=args.stack)
     theirs.run_dir, theirs.quiet, theirs.eval_episodes, theirs.device = args.run_dir, True, 0, args.device
     theirs.torch_threads, theirs.env_threads = args.torch_threads, args.env_threads
-    iterations = -(-args.total_timesteps // theirs.batch_size) + 1
-    theirs.total_timesteps = iterations * theirs.batch_size
+    theirs.total_timesteps = 2 * theirs.batch_size  # the first one may be the warm-up
     watch = measure_script(other, theirs)
     watch.batch_size = theirs.batch_size
     return watch
@@ -481,14 +480,16 @@ def child(name: str, options, flags: list[str]) -> dict:
         variant, warmup = options.child, options.warmup
         if variant == "sample-factory":
             return sample_factory(variant, args, options.seconds, options.sample_factory)
-        args.total_timesteps = (options.iterations + warmup) * args.batch_size
+        # Asynchronous actors begin nothing beyond the run's end: its last iterations have no acting to wait for.
+        ahead = getattr(args, "num_batches_to_accumulate", -1) + 1
+        args.total_timesteps = (options.iterations + warmup + ahead) * args.batch_size
         rate = env_rate(script, args)
         Stopwatch.batch_size = args.batch_size
         if variant == "script":
             watch = measure_script(script, args)
         else:
             watch = BASELINES[name][variant](script, args)
-    rows = watch.rows[warmup:]
+    rows = watch.rows[warmup : warmup + options.iterations]
     steps = watch.batch_size * len(rows)
     result = {key: sum(row[key] for row in rows) / steps for key in rows[0]}  # seconds a step
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

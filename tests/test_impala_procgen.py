@@ -237,8 +237,8 @@ def test_learns_the_rewarded_action(tmp_path):
 def test_learns_a_real_game(tmp_path, monkeypatch, sign, learns):
     """One level of starpilot, narrow network, 61,440 steps: far above random play; with the sign flipped, not.
 
-    The game, budget and threshold of ppo_procgen.py's test. Seen when these were chosen: random play 0.3 +- 0.04, trained
-    4.8 +- 0.3 (one seed), 94 s beside other work.
+    The game, budget and threshold of ppo_procgen.py's test. Seen when these were chosen: random play 0.3 +- 0.04,
+    trained 4.8 +- 0.3 (one seed), 94 s beside other work.
     """
     real, threshold = impala_procgen.impala_terms, 3.0
     monkeypatch.setattr(impala_procgen, "impala_terms", lambda *rows: real(*rows[:3], sign * rows[3], *rows[4:]))
