@@ -11,8 +11,10 @@ Departures: EnvPool emulates (the ignored action after an end is masked); the le
 Factory's counts frames against samples and ends at 0.75); a game cut at the time limit bootstraps from its last
 observation (theirs adds gamma V of the one before); V-trace works with normalised returns and a true bootstrap (theirs
 refuses the first and drops the last reward); rows that are too old are masked in the losses only (theirs leaves them
-out of GAE and scales the learning rate by the valid share too); advantages' deviation has a floor of 1e-4; one policy.
-Effects not measured.
+out of GAE and scales the learning rate by the valid share too); advantages' deviation has a floor of 1e-4; the KL
+schedule reads a sampled KL (theirs the exact one); no early stop when an epoch's loss stays as it was; groups get the
+random head start, not single environments; EnvPool turns frames grey and resizes them its own way; one policy. Effects
+not measured.
 """
 
 import contextlib
@@ -928,7 +930,7 @@ def choose_device(args: Args) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    if device.type == "cpu":  # else glibc gives large blocks back to the system again and again: 1.1 to 1.5x slower
+    if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**30)
     return device

@@ -9,8 +9,9 @@ Unlike the paper, as in the reference (RLlib 0.8, TensorFlow 1): Adam; several p
 each; frames t-3 and t as input; average pooling before a ReLU.
 Departures: losses are means, the reference's are sums over its 1,600 rows: with Adam the scale cancels, so the clip of
 the gradient's norm (0.5) and Adam's epsilon (1e-8) are divided by 1,600 here; a fragment's last row is trained too,
-with the observation after it as bootstrap (theirs drops it); PyTorch's Adam adds epsilon after the bias correction,
-TensorFlow's before it. Effects not measured.
+with the observation after it as bootstrap (theirs drops it, so that 1,592 rows count); actors may be 2 batches ahead
+(theirs 16), and groups start a random rollout apart; a slot of the replay is a batch; actions are drawn by a race of
+exponentials; PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it. Effects not measured.
 """
 
 import contextlib
@@ -889,7 +890,7 @@ def choose_device(args: Args) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    if device.type == "cpu":  # else glibc gives large blocks back to the system again and again: 1.1 to 1.5x slower
+    if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**30)
     return device

@@ -757,7 +757,7 @@ def choose_device(args: Args) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    if device.type == "cpu":  # else glibc gives large blocks back to the system again and again: 1.1 to 1.5x slower
+    if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**30)
     return device
