@@ -53,6 +53,10 @@ CORES = len(os.sched_getaffinity(0))
 ENV_THREADS = CORES  # by default
 CHANNELS = 1  # of one frame
 ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM holds the number of the room
+RND_NETS = {  # activation, then width, kernel, stride and padding of each convolution
+    "openai": ("leaky", (32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)),
+    "elu": ("elu", (32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)),
+}
 TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac")
 # fmt: off
 COLUMNS = (
@@ -105,7 +109,8 @@ class Args:
     num_envs: int = 128  # parallel environments
     # optimisation
     num_steps: int = 128  # rollout length an env
-    minibatch_size: int = 4096  # rows in one SGD step: whole environments, the same ones every time
+    minibatch_size: int = 4096  # rows in one SGD step
+    minibatches: Literal["envs", "permuted", "drawn"] = "envs"  # whole envs in order; shuffled rows; with replacement
     update_epochs: int = 4  # passes over a rollout
     lr: tuple[str, ...] = ("1e-4",)  # learning rate: one number, or step:rate knots in agent steps, linear between
     adam_eps: float = 1e-8  # Adam's epsilon
@@ -128,6 +133,8 @@ class Args:
     int_clip: float = 0  # upper limit of the normalised intrinsic reward; 0 = none
     predictor_mask: Literal["sample", "element"] = "sample"  # what the share is drawn of: rows, or rows x features
     predictor_share: float = 0  # share of a minibatch that trains the predictor; 0 = min(1, 32 / num-envs)
+    net: Literal["openai", "c"] = "openai"  # policy: the paper's CNN, michalnand's C
+    rnd_net: Literal["openai", "elu"] = "openai"  # target and predictor: the paper's, michalnand's with ELU
     rnd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
     warmup_steps: int = 6400  # steps an env of random play that start the observation statistics
 
@@ -148,10 +155,10 @@ class Args:
             if isinstance(value, int | float) and name != "target_return" and not least <= value <= most:
                 size = f" (an iteration is {batch})" * (name in ("minibatch_size", "total_timesteps"))
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
-        if self.minibatch_size % self.num_steps or batch % self.minibatch_size:
-            allowed = [n * self.num_steps for n in range(1, self.num_envs + 1) if self.num_envs % n == 0]
-            allowed = ", ".join(map(str, allowed))
-            raise UsageError(f"--minibatch-size {self.minibatch_size}: must be rows of whole environments: {allowed}")
+        if self.minibatch_size % (self.num_steps if self.minibatches == "envs" else 1) or batch % self.minibatch_size:
+            allowed = ", ".join(str(n * self.num_steps) for n in range(1, self.num_envs + 1) if self.num_envs % n == 0)
+            rule = f"rows of whole environments: {allowed}" if self.minibatches == "envs" else f"a divisor of {batch}"
+            raise UsageError(f"--minibatch-size {self.minibatch_size}: must be {rule}")
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
         schedule(0, self.lr, "--lr")
@@ -239,20 +246,22 @@ def layer(module, gain: float = 2**0.5):
     return module
 
 
+def convolutions(channels: int, net, gain: float = 2**0.5):
+    """Of net = (activation, (width, kernel, stride, padding), ...): each convolution with the activation; flattened."""
+    layers = []
+    for width, *shape in net[1:]:
+        activation = dict(relu=nn.ReLU(), elu=nn.ELU(), leaky=nn.LeakyReLU(0.2))[net[0]]
+        layers += [layer(nn.Conv2d(channels, width, *shape), gain), activation]
+        channels = width
+    return nn.Sequential(*layers, nn.Flatten())
+
+
 class Agent(nn.Module):
     """The paper's CNN of the size of its RNN: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): game's, intrinsic."""
 
     def __init__(self, obs_shape, num_actions: int):
         super().__init__()
-        self.trunk = nn.Sequential(
-            layer(nn.Conv2d(obs_shape[0], 32, 8, 4)),
-            nn.ReLU(),
-            layer(nn.Conv2d(32, 64, 4, 2)),
-            nn.ReLU(),
-            layer(nn.Conv2d(64, 64, 4, 1)),
-            nn.ReLU(),
-            nn.Flatten(),
-        )
+        self.trunk = convolutions(obs_shape[0], ("relu", (32, 8, 4, 0), (64, 4, 2, 0), (64, 4, 1, 0)))
         size = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
         self.hidden1, self.hidden2 = layer(nn.Linear(size, 256)), layer(nn.Linear(256, 448))
         self.residual_policy, self.residual_value = (layer(nn.Linear(448, 448), 0.1) for _ in range(2))
@@ -263,6 +272,24 @@ class Agent(nn.Module):
         x = self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)
         x = F.relu(self.hidden2(F.relu(self.hidden1(x))))
         policy, value = x + F.relu(self.residual_policy(x)), x + F.relu(self.residual_value(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return self.policy(policy.float()), self.value(value.float())
+
+
+class Variant(nn.Module):
+    """michalnand's policy C: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): the game's, the intrinsic."""
+
+    def __init__(self, obs_shape, num_actions: int):
+        super().__init__()
+        self.trunk = convolutions(obs_shape[0], ("relu", (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)))
+        self.trunk.append(layer(nn.Linear(self.trunk(torch.zeros(1, *obs_shape)).shape[1], 512)))
+        self.hidden_policy, self.hidden_value = layer(nn.Linear(512, 512), 0.01), layer(nn.Linear(512, 512), 0.1)
+        self.policy, self.value = layer(nn.Linear(512, num_actions), 0.01), layer(nn.Linear(512, 2), 0.01)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, obs):
+        x = self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)
+        policy, value = F.relu(self.hidden_policy(F.relu(x))), F.relu(self.hidden_value(x))
         with torch.autocast(x.device.type, enabled=False):
             return self.policy(policy.float()), self.value(value.float())
 
@@ -292,24 +319,18 @@ class RunningMoments(nn.Module):
 class RND(nn.Module):
     """A fixed random network, its trained predictor, and the running statistics of frames and of intrinsic returns."""
 
-    def __init__(self, size: int, num_envs: int, features: int = 512, obs_norm: str = "std"):
+    def __init__(self, size: int, num_envs: int, features: int = 512, obs_norm: str = "std", net: str = "openai"):
         super().__init__()
         self.obs_norm, self.frames, self.returns = obs_norm, RunningMoments((1, size, size)), RunningMoments()
         self.register_buffer("filtered", torch.zeros(num_envs, dtype=torch.float64))  # forward filter, one an env
-        self.target, self.predictor = self.convolutions(), self.convolutions()
+        self.target, self.predictor = (convolutions(1, RND_NETS[net]) for _ in range(2))
         width = self.target(torch.zeros(1, 1, size, size)).shape[1]
         self.target.append(layer(nn.Linear(width, features)))
         for inputs in (width, features):
-            self.predictor.extend([layer(nn.Linear(inputs, features)), nn.ReLU()])
+            self.predictor.extend([layer(nn.Linear(inputs, features)), nn.ReLU() if net == "openai" else nn.ELU()])
         self.predictor.append(layer(nn.Linear(features, features)))
         self.target.requires_grad_(False)
         self.to(memory_format=torch.channels_last)
-
-    @staticmethod
-    def convolutions():
-        sizes = ((1, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1))
-        layers = [part for size in sizes for part in (layer(nn.Conv2d(*size)), nn.LeakyReLU(0.2))]
-        return nn.Sequential(*layers, nn.Flatten())
 
     def preprocess(self, frames):
         """uint8 (B, 1, S, S) -> float32, under the statistics so far."""
@@ -367,6 +388,17 @@ def ppo_terms(logits, values, action, advantage, targets, old_logp, heads, clip:
     return torch.stack([policy, value_error, entropy, ratio - 1 - log_ratio, ((ratio - 1).abs() > clip).float()])
 
 
+def order(kind: str, T: int, N: int, epochs: int):
+    """Rows of a rollout, indices into (T, N) flattened, in the order of their updates: (epochs, T * N).
+
+    envs: whole environments, the same order in every epoch; permuted: one permutation for all epochs; drawn: with
+    replacement.
+    """
+    if kind == "drawn":
+        return torch.randint(T * N, (epochs, T * N))
+    return (torch.arange(T * N).view(T, N).T.flatten() if kind == "envs" else torch.randperm(T * N)).expand(epochs, -1)
+
+
 def schedule(step: int, knots, flag: str = "") -> float:
     """The value at `step`: linear between "step:value" knots, constant outside them; a bare value is constant."""
     try:
@@ -379,7 +411,7 @@ def schedule(step: int, knots, flag: str = "") -> float:
     return float(np.interp(step, steps, values))
 
 
-def warm_up(envs, rnd: RND, args: Args, episodes, seen, run):
+def warm_up(envs, frames: RunningMoments, args: Args, episodes, seen, run):
     """Random play until the frame statistics have seen args.warmup_steps of every env -> last observation, ends."""
     over, same_step = np.zeros(args.num_envs, bool), envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     for t in range(args.warmup_steps):
@@ -388,7 +420,7 @@ def warm_up(envs, rnd: RND, args: Args, episodes, seen, run):
         episodes.step(*score(reward, ended, cut, info), ~over | same_step)  # their games go on in the first rollout
         seen |= info["rooms"].any(0) if "rooms" in info else False
         over = ended | cut
-        rnd.frames.update(torch.as_tensor(obs[:, -1:], device=rnd.filtered.device))
+        frames.update(torch.as_tensor(obs[:, -1:], device=frames.sums.device))
         if (t + 1) % -(-args.warmup_steps // 10) == 0:
             note = f"warm-up of the observation statistics: {t + 1:,} of {args.warmup_steps:,} steps an env"
             run.say(note) if run.bar.disable else run.bar.write(note, file=sys.stderr)
@@ -425,7 +457,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 36:
         raise UsageError(f"observations of shape {obs_shape}: must be (frames, S, S) with S at least 36")
     same_step = autoreset == AutoresetMode.SAME_STEP
-    agent, rnd = Agent(obs_shape, A).to(device), RND(obs_shape[-1], N, args.rnd_features, args.obs_norm).to(device)
+    agent = (Agent if args.net == "openai" else Variant)(obs_shape, A).to(device)
+    rnd = RND(obs_shape[-1], N, args.rnd_features, args.obs_norm, args.rnd_net).to(device)
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
     forward = autocast(lambda obs: network(torch.as_tensor(obs, device=device)))  # -> logits (B, A), values (B, 2)
@@ -466,13 +499,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     actions = torch.zeros(T, N, dtype=torch.int64, device=device)
     logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, 2, device=device)  # V: game's, intrinsic
     rewards, terminated, done, valid = (torch.zeros(T, N) for _ in range(4))
-    minibatches = torch.arange(T * N).view(T, N).split(args.minibatch_size // T, dim=1)  # on the CPU: nothing waits
     heads = torch.tensor([args.ext_coef > 0, args.int_coef > 0], dtype=torch.float32, device=device)  # the learned ones
 
     with Run(args, saved, nn.ModuleList([agent, rnd]), device, micro_batch) as run:
         while run.goes_on(step, state):
             if step == 0:
-                obs, over = warm_up(envs, rnd, args, episodes, seen, run)
+                obs, over = warm_up(envs, rnd.frames, args, episodes, seen, run)
             # Rollout
             cut_int = torch.zeros(T, N)  # added to the bonus by a truncation: --int-episodic, same-step envs
             for t in range(T):
@@ -524,29 +556,33 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             batch = [x.to(device).flatten(0, 1) for x in batch]
             run.lap("policy")
 
-            # Update: minibatches are whole environments in a fixed order, as the reference's
+            # Update; row numbers stay on the CPU, where nothing waits for them
             lr = optimizer.param_groups[0]["lr"] = schedule(step, args.lr)
             stats = torch.zeros(args.update_epochs, num_minibatches, len(TERMS) + 2, device=device)
-            for epoch in range(args.update_epochs):
-                for m, minibatch in enumerate(part.flatten() for part in minibatches):
+            for epoch, epoch_rows in enumerate(order(args.minibatches, T, N, args.update_epochs)):
+                for m, minibatch in enumerate(epoch_rows.split(args.minibatch_size)):
                     count = batch[-1][minibatch.to(device, non_blocking=True)].sum().clamp(min=1)
-                    # Which rows, or features of them, train the predictor; the others do not go through it
-                    columns = 1 if args.predictor_mask == "sample" else args.rnd_features
-                    kept = torch.rand(len(minibatch), columns) < share
-                    total = max(kept.sum().item(), 1) * args.rnd_features / columns
                     optimizer.zero_grad()
-                    for i, kept_i in zip(minibatch.split(micro_batch), kept.split(micro_batch), strict=True):
-                        rows, some = i.to(device, non_blocking=True), kept_i.any(1)
+                    for i in minibatch.split(micro_batch):
+                        rows = i.to(device, non_blocking=True)
                         observed, *old, is_valid = (x[rows] for x in batch)
                         terms = ppo_terms(*forward(observed), *old, heads, args.clip)
                         terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
-                        rows, kept_i = (x[some].to(device, non_blocking=True) for x in (i, kept_i))
+                        (terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]).backward()
+                        stats[epoch, m, :-2] += terms.detach()
+                    # Which rows, or features of them, train the predictor; the others do not go through it
+                    columns = 1 if args.predictor_mask == "sample" else args.rnd_features
+                    kept = torch.rand(len(minibatch), columns) < share
+                    total, some = max(kept.sum().item(), 1) * args.rnd_features / columns, kept.any(1)
+                    for i, kept_i in zip(
+                        minibatch[some].split(micro_batch), kept[some].split(micro_batch), strict=True
+                    ):
+                        rows, kept_i = (x.to(device, non_blocking=True) for x in (i, kept_i))
                         with autocast:
                             error = (rnd.predictor(rnd.preprocess(frames[rows])).float() - features[rows]).square()
                         predictor = (error * kept_i).sum() / total
-                        loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2] + predictor
-                        loss.backward()
-                        stats[epoch, m, :-1] += torch.cat([terms, predictor[None]]).detach()
+                        predictor.backward()
+                        stats[epoch, m, -2] += predictor.detach()
                     stats[epoch, m, -1] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
                     optimizer.step()
                     run.lap("learn", args.batch_size / 2 / args.update_epochs / num_minibatches)

@@ -296,9 +296,9 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
         valid, losses = torch.from_numpy(valid), []
         for _ in range(args.update_epochs):
             for envs_of in (slice(0, 2), slice(2, 4)):  # whole environments, in this order
-                keep = valid[:, envs_of].flatten()
+                keep = valid[:, envs_of].T.flatten()
                 rows = (obs[:T], actions, advantage, target, old_logp)
-                frame, action, adv, goal, old = (part[:, envs_of].flatten(0, 1)[keep] for part in rows)
+                frame, action, adv, goal, old = (part[:, envs_of].transpose(0, 1).flatten(0, 1)[keep] for part in rows)
                 logits, value = plain_agent(w, frame)
                 ratio = (logits.log_softmax(-1).gather(1, action[:, None])[:, 0] - old).exp()
                 clipped = torch.where(adv > 0, ratio.clamp(max=1.02), ratio.clamp(min=0.98))
@@ -306,7 +306,8 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
                 entropy = -(probabilities * probabilities.log()).sum(1).mean()
                 policy, value = -(clipped * adv).mean(), (value - goal).square().sum(1).mean() / 2
                 mask = (next(draw) < share).double()
-                error = plain_rnd(r, "predictor", x[:, envs_of].flatten(0, 1)) - features[:, envs_of].flatten(0, 1)
+                shown_x, goals = (part[:, envs_of].transpose(0, 1).flatten(0, 1) for part in (x, features))
+                error = plain_rnd(r, "predictor", shown_x) - goals
                 predictor = (error**2 * mask).sum() / (mask * torch.ones_like(error)).sum()
                 optimizer.zero_grad()
                 (policy + 0.7 * value - 0.001 * entropy + predictor).backward()
@@ -386,7 +387,7 @@ def test_combined_advantage(tmp_path, monkeypatch, coefs):
     monkeypatch.setattr(ppo_atari_rnd, "gae", lambda *x: streams.append(gae(*x)) or streams[-1])
     monkeypatch.setattr(ppo_atari_rnd, "ppo_terms", lambda *x: seen.append(x[3]) or terms(*x))
     run(tmp_path, fake(), ext_coef=coefs[0], int_coef=coefs[1], minibatch_size=64, micro_batch=64)
-    torch.testing.assert_close(seen[0], (coefs[0] * streams[0] + coefs[1] * streams[1]).flatten())
+    torch.testing.assert_close(seen[0], (coefs[0] * streams[0] + coefs[1] * streams[1]).T.flatten())
 
 
 def test_norm_order(tmp_path, monkeypatch):
@@ -453,7 +454,7 @@ def test_minibatches_are_whole_envs_in_order(tmp_path, monkeypatch):
     run(tmp_path, fake(), ext_coef=1, int_coef=0, minibatch_size=32, update_epochs=3)
     rows = torch.arange(64.0).view(16, 4)
     for k, minibatch in enumerate(seen):
-        assert torch.equal(minibatch, rows[:, 2 * (k % 2) : 2 * (k % 2) + 2].flatten())
+        assert torch.equal(minibatch, rows[:, 2 * (k % 2) : 2 * (k % 2) + 2].T.flatten())
     assert len(seen) == 6
 
 
