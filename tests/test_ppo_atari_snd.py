@@ -1,10 +1,12 @@
 """The algorithm of ppo_atari_snd.py against independent oracles; test_ppo_atari_rnd.py tests what the two share."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, random_episodes
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 from test_ppo_atari_rnd import standardised, streams
 
 import ppo_atari_rnd
@@ -602,3 +604,16 @@ def test_it_learns_the_games_rewards(tmp_path):
     run(tmp_path, envs, 30, warmup_steps=16, **flags)
     rewards = np.stack([reward for reward, *_ in envs.log])
     assert rewards[:200].mean() < 0.4 and rewards[-200:].mean() > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v", "std", "vic"])
+def test_unseen_screens_are_novel(target):
+    """Trained by the script's loop on frames of Pitfall's first screen, the bonus is larger on the next ones, by at
+    least five standard errors over games."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import novelty
+
+    result = novelty.measure(target, seed=1, iterations=6)
+    print(result)
+    assert result["ratio"] > 1.5 and result["errors_apart"] > 5 and result["decay"] > 1
