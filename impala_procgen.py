@@ -87,7 +87,9 @@ class UsageError(ValueError):
 @dataclass
 class Args:
     # process: this first group may differ when a run is resumed or evaluated (ANEW)
-    resume: str | None = None  # run folder (or one of its checkpoints) to go on from, with its arguments
+    resume: str | None = (
+        None  # run folder, or a checkpoint in it, to go on from, with its arguments; latest = newest run
+    )
     evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
@@ -97,6 +99,7 @@ class Args:
     micro_batch: int = 0  # rows computed at once, but whole fragments; 0 = one fragment on a CPU, all on a GPU
     total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
+    keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
     max_minutes: float = 0  # stop before the iteration that would pass this many minutes; 0 = never
     eval_episodes: int = 100  # games a split at the end, rounded up to the same number an env; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -842,6 +845,10 @@ class Run(contextlib.AbstractContextManager):
         if self.completed or late or now - self.written >= self.args.checkpoint_every:
             self.write("checkpoint.pt")
             self.written = now
+            if keep := self.args.keep_checkpoints:
+                self.write(f"step_{step}.pt")
+                for old in sorted(self.folder.glob("step_*.pt"), key=lambda path: int(path.stem[5:]))[:-keep]:
+                    old.unlink()
         if late or self.completed:
             self.bar.close()
             self.say(f"{'finished' if self.completed else 'stopped'} at step {step:,} of {self.total:,}: {self.folder}")
@@ -926,6 +933,10 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     if source is None:
         return None
     path = Path(source or "(empty)")
+    if source == "latest":
+        runs = Path(args.run_dir).glob("*/checkpoint.pt")
+        runs = [run for run in runs if f'"{SCRIPT}"' in run.with_name("config.json").read_text()]
+        path = max(runs, key=lambda run: run.stat().st_mtime, default=Path(args.run_dir))
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
         if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
@@ -964,6 +975,7 @@ def main(argv=None) -> int:
         if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
             before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
             args = tyro.cli(Args, args=argv, default=Args(**before))
+            args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
         train(args)
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:

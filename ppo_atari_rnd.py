@@ -56,6 +56,13 @@ ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM hol
 RND_NETS = {  # activation, then width, kernel, stride and padding of each convolution
     "openai": ("leaky", (32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)),
     "elu": ("elu", (32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)),
+    "elu4": ("elu", (16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)),
+}
+VARIANTS = {  # of michalnand's policies: convolutions, widths of the layers after them
+    "a": (("relu", (32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)), (448, 448)),
+    "b": (("relu", (64, 8, 4, 2), (64, 3, 2, 1), (128, 3, 1, 1)), (800,)),
+    "c": (("relu", (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)), (512,)),
+    "d": (("relu", (128, 8, 8, 0)), (512,)),
 }
 TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac")
 # fmt: off
@@ -75,7 +82,9 @@ class UsageError(ValueError):
 @dataclass
 class Args:
     # process: this first group may differ when a run is resumed or evaluated (ANEW)
-    resume: str | None = None  # run folder (or one of its checkpoints) to go on from, with its arguments
+    resume: str | None = (
+        None  # run folder, or a checkpoint in it, to go on from, with its arguments; latest = newest run
+    )
     evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
@@ -85,6 +94,7 @@ class Args:
     micro_batch: int = 0  # rows computed at once: same gradient, less memory; 0 = 256 on a CPU, all on a GPU
     total_timesteps: int = 491_520_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
+    keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
     max_minutes: float = 0  # stop before the iteration that would pass this many minutes, warm-up apart; 0 = never
     eval_episodes: int = 100  # games at the end, rounded up to the same number an env; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -133,8 +143,10 @@ class Args:
     int_clip: float = 0  # upper limit of the normalised intrinsic reward; 0 = none
     predictor_mask: Literal["sample", "element"] = "sample"  # what the share is drawn of: rows, or rows x features
     predictor_share: float = 0  # share of a minibatch that trains the predictor; 0 = min(1, 32 / num-envs)
-    net: Literal["openai", "c"] = "openai"  # policy: the paper's CNN, michalnand's C
-    rnd_net: Literal["openai", "elu"] = "openai"  # target and predictor: the paper's, michalnand's with ELU
+    memory: Literal["none", "gru"] = "none"  # gru: the paper's recurrent policy; whole environments are a minibatch
+    net: Literal["openai", "a", "b", "c", "d"] = "openai"  # policy: the paper's CNN, or one of michalnand's four
+    critic_init: float = 0.1  # gain of the initial weights of the critic's hidden layer
+    rnd_net: Literal["openai", "elu", "elu4"] = "openai"  # target and predictor: the paper's, two of michalnand's
     rnd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
     warmup_steps: int = 6400  # steps an env of random play that start the observation statistics
 
@@ -159,6 +171,8 @@ class Args:
             allowed = ", ".join(str(n * self.num_steps) for n in range(1, self.num_envs + 1) if self.num_envs % n == 0)
             rule = f"rows of whole environments: {allowed}" if self.minibatches == "envs" else f"a divisor of {batch}"
             raise UsageError(f"--minibatch-size {self.minibatch_size}: must be {rule}")
+        if self.memory == "gru" and (self.net != "openai" or self.minibatches != "envs"):
+            raise UsageError("--memory gru: only with --net openai and --minibatches envs")
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
         schedule(0, self.lr, "--lr")
@@ -257,41 +271,84 @@ def convolutions(channels: int, net, gain: float = 2**0.5):
 
 
 class Agent(nn.Module):
-    """The paper's CNN of the size of its RNN: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): game's, intrinsic."""
+    """The paper's policies: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): the game's, the intrinsic; memory.
 
-    def __init__(self, obs_shape, num_actions: int):
+    The CNN is the one of the size of the RNN. `gru`: B rows are those of n environments, each one's in order of time;
+    memory (n, 256) is what they begin with, and the third result what they end with; fresh (B,) marks rows that begin
+    with none.
+    """
+
+    def __init__(self, obs_shape, num_actions: int, gru: bool = False, critic_init: float = 0.1):
         super().__init__()
         self.trunk = convolutions(obs_shape[0], ("relu", (32, 8, 4, 0), (64, 4, 2, 0), (64, 4, 1, 0)))
-        size = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
-        self.hidden1, self.hidden2 = layer(nn.Linear(size, 256)), layer(nn.Linear(256, 448))
-        self.residual_policy, self.residual_value = (layer(nn.Linear(448, 448), 0.1) for _ in range(2))
-        self.policy, self.value = layer(nn.Linear(448, num_actions), 0.01), layer(nn.Linear(448, 2), 0.01)
+        size, self.memory = self.trunk(torch.zeros(1, *obs_shape)).shape[1], 256 * gru
+        self.hidden1, width = layer(nn.Linear(size, 256)), 256 if gru else 448
+        self.hidden2 = nn.GRUCell(256, 256) if gru else layer(nn.Linear(256, 448))
+        for gates in (self.hidden2.weight_ih, self.hidden2.weight_hh) if gru else ():
+            nn.init.orthogonal_(gates)
+        self.residual_policy = layer(nn.Linear(width, width), 0.1)
+        self.residual_value = layer(nn.Linear(width, width), critic_init)
+        self.policy, self.value = layer(nn.Linear(width, num_actions), 0.01), layer(nn.Linear(width, 2), 0.01)
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, obs):
-        x = self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)
-        x = F.relu(self.hidden2(F.relu(self.hidden1(x))))
+    def forward(self, obs, memory=None, fresh=None):
+        x = F.relu(self.hidden1(self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)))
+        if self.memory:
+            steps, fresh, states = x.view(len(memory), -1, 256), fresh.view(len(memory), -1, 1), []
+            for t in range(steps.shape[1]):
+                memory = self.hidden2(steps[:, t], memory * (1 - fresh[:, t]))
+                states.append(memory)
+            x = torch.stack(states, 1).flatten(0, 1)
+        else:
+            x = F.relu(self.hidden2(x))
         policy, value = x + F.relu(self.residual_policy(x)), x + F.relu(self.residual_value(x))
         with torch.autocast(x.device.type, enabled=False):
-            return self.policy(policy.float()), self.value(value.float())
+            return self.policy(policy.float()), self.value(value.float()), memory
+
+
+class Attention(nn.Module):
+    """Self-attention of the positions of a map (B, C, H, W), one head, unscaled; then a residual 1 x 1 convolution."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.query, self.key, self.value = (layer(nn.Linear(channels, channels), 1.0) for _ in range(3))
+        self.mix = layer(nn.Conv2d(channels, channels, 1))
+
+    def forward(self, x):
+        positions = x.flatten(2).mT
+        weights = (self.query(positions) @ self.key(positions).mT).softmax(-1)
+        x = (weights @ self.value(positions)).mT.reshape(x.shape)
+        return x + F.relu(self.mix(x))
 
 
 class Variant(nn.Module):
-    """michalnand's policy C: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): the game's, the intrinsic."""
+    """michalnand's policies A to D, as `Agent` without memory."""
 
-    def __init__(self, obs_shape, num_actions: int):
+    memory = 0
+
+    def __init__(self, obs_shape, num_actions: int, net: str, critic_init: float = 0.1):
         super().__init__()
-        self.trunk = convolutions(obs_shape[0], ("relu", (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)))
-        self.trunk.append(layer(nn.Linear(self.trunk(torch.zeros(1, *obs_shape)).shape[1], 512)))
-        self.hidden_policy, self.hidden_value = layer(nn.Linear(512, 512), 0.01), layer(nn.Linear(512, 512), 0.1)
-        self.policy, self.value = layer(nn.Linear(512, num_actions), 0.01), layer(nn.Linear(512, 2), 0.01)
+        self.residual, (convs, widths) = net == "a", VARIANTS[net]
+        self.trunk = convolutions(obs_shape[0], convs)
+        for _ in range(2 if net == "d" else 0):
+            self.trunk.insert(len(self.trunk) - 1, Attention(convs[-1][0]))
+        size = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
+        for width in widths:
+            self.trunk.extend([layer(nn.Linear(size, width)), nn.ReLU()])
+            size = width
+        del self.trunk[-1]  # the heads see linear features
+        self.hidden_policy, self.hidden_value = (
+            layer(nn.Linear(size, size), 0.01),
+            layer(nn.Linear(size, size), critic_init),
+        )
+        self.policy, self.value = layer(nn.Linear(size, num_actions), 0.01), layer(nn.Linear(size, 2), 0.01)
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, obs):
+    def forward(self, obs, memory=None, fresh=None):
         x = self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)
-        policy, value = F.relu(self.hidden_policy(F.relu(x))), F.relu(self.hidden_value(x))
+        policy, value = F.relu(self.hidden_policy(F.relu(x))), F.relu(self.hidden_value(x)) + x * self.residual
         with torch.autocast(x.device.type, enabled=False):
-            return self.policy(policy.float()), self.value(value.float())
+            return self.policy(policy.float()), self.value(value.float()), memory
 
 
 class RunningMoments(nn.Module):
@@ -329,6 +386,10 @@ class RND(nn.Module):
         for inputs in (width, features):
             self.predictor.extend([layer(nn.Linear(inputs, features)), nn.ReLU() if net == "openai" else nn.ELU()])
         self.predictor.append(layer(nn.Linear(features, features)))
+        for one, other in zip(self.target, self.predictor, strict=False) if net == "elu4" else ():
+            if hasattr(one, "weight"):  # coupled: halves of one orthogonal matrix
+                halves = nn.init.orthogonal_(one.weight.new_empty(2, *one.weight.shape).flatten(0, 1), 2**0.5)
+                one.weight.data, other.weight.data = halves.chunk(2)
         self.target.requires_grad_(False)
         self.to(memory_format=torch.channels_last)
 
@@ -457,19 +518,23 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 36:
         raise UsageError(f"observations of shape {obs_shape}: must be (frames, S, S) with S at least 36")
     same_step = autoreset == AutoresetMode.SAME_STEP
-    agent = (Agent if args.net == "openai" else Variant)(obs_shape, A).to(device)
+    kind, choice = (Agent, args.memory == "gru") if args.net == "openai" else (Variant, args.net)
+    agent = kind(obs_shape, A, choice, args.critic_init).to(device)
     rnd = RND(obs_shape[-1], N, args.rnd_features, args.obs_norm, args.rnd_net).to(device)
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
-    forward = autocast(lambda obs: network(torch.as_tensor(obs, device=device)))  # -> logits (B, A), values (B, 2)
+    # -> logits (B, A), values (B, 2), memory
+    forward = autocast(lambda obs, memory, fresh: network(torch.as_tensor(obs, device=device), memory, fresh))
     act = torch.no_grad()(forward)
     weights = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps, fused=True)
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
+    micro_batch = -(-micro_batch // T) * T if args.memory == "gru" else micro_batch  # rows of whole environments
     num_minibatches, share = args.batch_size // args.minibatch_size, args.predictor_share or min(1, 32 / N)
 
     step, metrics, episodes, over, (obs, _) = 0, {}, Episodes(N), np.zeros(N, bool), envs.reset()
     seen = np.zeros(256, bool)  # rooms, ever
+    memory, fresh = torch.zeros(N, agent.memory, device=device), np.ones(N, bool)  # fresh: the next row has none
     try:
         if saved:
             step, seen = saved["step"], saved["seen"].numpy()
@@ -479,6 +544,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         if args.resume and saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
             envs.set_state(saved["envs"])
             obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
+            memory, fresh = saved["memory"].to(device), saved["fresh"].numpy()
         if args.resume:
             set_rng_state(saved["rng"], device)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -489,6 +555,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     def state():  # all that the next iteration depends on
         now = dict(own_envs=own, step=step, agent=agent.state_dict(), rnd=rnd.state_dict(), seen=torch.from_numpy(seen))
         now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), optimizer=optimizer.state_dict())
+        now |= dict(memory=memory, fresh=torch.from_numpy(fresh))
         now |= dict(episodes=(N, episodes.returns.tolist(), episodes.lengths.tolist()), rng=get_rng_state(device))
         return copy.deepcopy(now | dict(envs=envs.get_state() if hasattr(envs, "get_state") else None))
 
@@ -498,7 +565,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
     actions = torch.zeros(T, N, dtype=torch.int64, device=device)
     logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, 2, device=device)  # V: game's, intrinsic
-    rewards, terminated, done, valid = (torch.zeros(T, N) for _ in range(4))
+    rewards, terminated, done, valid, starts = (torch.zeros(T, N) for _ in range(5))  # starts: without memory
     heads = torch.tensor([args.ext_coef > 0, args.int_coef > 0], dtype=torch.float32, device=device)  # the learned ones
 
     with Run(args, saved, nn.ModuleList([agent, rnd]), device, micro_batch) as run:
@@ -506,11 +573,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if step == 0:
                 obs, over = warm_up(envs, rnd.frames, args, episodes, seen, run)
             # Rollout
+            start = memory
             cut_int = torch.zeros(T, N)  # added to the bonus by a truncation: --int-episodic, same-step envs
             for t in range(T):
                 observations[t] = torch.from_numpy(obs)  # the one copy to the device
-                valid[t] = torch.from_numpy(is_valid := ~over | same_step)
-                logits, values[t] = act(observations[t])
+                valid[t], starts[t] = map(torch.from_numpy, (is_valid := ~over | same_step, fresh))
+                logits, values[t], memory = act(observations[t], memory, starts[t].to(device))
                 actions[t] = sample(logits)
                 logps[t] = logits.log_softmax(-1).gather(-1, actions[t][:, None]).squeeze(-1)
                 action = actions[t].cpu().numpy()
@@ -519,14 +587,17 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 run.games += episodes.step(*score(reward, ended, cut, info), is_valid)
                 seen |= info["rooms"].any(0) if "rooms" in info else False
                 over = ended | cut
+                fresh = over if same_step else ~is_valid  # the ignored action's row still belongs to the old game
                 rewards[t], terminated[t], done[t] = map(torch.from_numpy, (np.float32(reward), ended, over))
                 for i in np.flatnonzero(cut & ~ended & same_step):  # obs is the next game's: bootstrap here
-                    value = act(info["final_obs"][i][None])[1][0].tolist()
+                    value = act(info["final_obs"][i][None], memory[i, None], torch.zeros(1, device=device))[1][
+                        0
+                    ].tolist()
                     rewards[t, i] += args.gamma * value[0]
                     terminated[t, i], cut_int[t, i] = 1, args.gamma_int * value[1] * args.int_episodic
                 run.lap("env", N / 2)
             observations[T] = torch.from_numpy(obs)
-            values[T] = act(observations[T])[1]
+            values[T] = act(observations[T], memory, torch.from_numpy(fresh).to(device, torch.float32))[1]
             run.lap("policy")
 
             # Bonus under the statistics so far, then new statistics, then the features that the predictor is to learn
@@ -551,8 +622,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             both = torch.stack([advantages_ext, advantages_int], -1)
             targets = both + torch.stack(baseline, -1)[:T]
             unexplained, variance = both[mask].var(0).tolist(), targets[mask].var(0).tolist()
-            # Rows, in the order in which ppo_terms takes them
-            batch = (observations[:T], actions, advantages, targets, logps, valid)
+            # Rows: what `forward` takes, then what ppo_terms takes, in its order
+            batch = (observations[:T], starts, actions, advantages, targets, logps, valid)
             batch = [x.to(device).flatten(0, 1) for x in batch]
             run.lap("policy")
 
@@ -565,8 +636,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     optimizer.zero_grad()
                     for i in minibatch.split(micro_batch):
                         rows = i.to(device, non_blocking=True)
-                        observed, *old, is_valid = (x[rows] for x in batch)
-                        terms = ppo_terms(*forward(observed), *old, heads, args.clip)
+                        observed, fresh_rows, *old, is_valid = (x[rows] for x in batch)
+                        outputs = forward(observed, start[rows[::T] % N], fresh_rows)[:2]
+                        terms = ppo_terms(*outputs, *old, heads, args.clip)
                         terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
                         (terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]).backward()
                         stats[epoch, m, :-2] += terms.detach()
@@ -634,13 +706,16 @@ def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: lis
     generator = torch.Generator(device).manual_seed(seed)
     same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     over, played, results = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs, int), []
+    memory, fresh = torch.zeros(envs.num_envs, agent.memory, device=device), np.ones(envs.num_envs, bool)
     while played.min() < games:
         if film is not None and not played[0]:
             film.append(obs[0, -CHANNELS:].transpose(1, 2, 0))
-        logits, _ = agent(torch.from_numpy(obs).to(device))
+        fresh = torch.from_numpy(fresh).to(device, torch.float32)
+        logits, _, memory = agent(torch.from_numpy(obs).to(device), memory, fresh)
         action, is_valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
         obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
         over = ended | cut
+        fresh = over if same_step else ~is_valid
         for *result, _, env in episodes.step(*score(reward, ended, cut, info), is_valid):
             if played[env] < games:
                 results.append(result)
@@ -745,6 +820,10 @@ class Run(contextlib.AbstractContextManager):
         if self.completed or late or now - self.written >= self.args.checkpoint_every:
             self.write("checkpoint.pt")
             self.written = now
+            if keep := self.args.keep_checkpoints:
+                self.write(f"step_{step}.pt")
+                for old in sorted(self.folder.glob("step_*.pt"), key=lambda path: int(path.stem[5:]))[:-keep]:
+                    old.unlink()
         if late or self.completed:
             self.bar.close()
             self.say(f"{'finished' if self.completed else 'stopped'} at step {step:,} of {self.total:,}: {self.folder}")
@@ -829,6 +908,10 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     if source is None:
         return None
     path = Path(source or "(empty)")
+    if source == "latest":
+        runs = Path(args.run_dir).glob("*/checkpoint.pt")
+        runs = [run for run in runs if f'"{SCRIPT}"' in run.with_name("config.json").read_text()]
+        path = max(runs, key=lambda run: run.stat().st_mtime, default=Path(args.run_dir))
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
         if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
@@ -867,6 +950,7 @@ def main(argv=None) -> int:
         if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
             before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
             args = tyro.cli(Args, args=argv, default=Args(**before))
+            args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
         train(args)
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:

@@ -708,6 +708,39 @@ def test_checkpoints_come_when_due(script, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
+def test_resume_latest(script, capsys):
+    """The run of this script whose checkpoint is newest, whatever its name; without any, one line that says so."""
+    assert script.run("--resume", "latest", tiny=False) == 2 and "runs" in capsys.readouterr().err
+    for i, name in enumerate("cab"):
+        total = script.steps * (1 if script.no_total == () else 2)
+        assert script.run("--run-name", name, "--total-timesteps", total, "--eval-episodes", 0, *script.no_total) == 0
+        os.utime(script.path / "runs" / name / "checkpoint.pt", (1000 * i, 1000 * i))
+    other = script.path / "runs" / "z"  # newer, but of another script
+    other.mkdir()
+    (other / "checkpoint.pt").write_bytes(b"")
+    (other / "config.json").write_text('{"script": "other"}')
+    os.utime(script.path / "runs" / "a" / "checkpoint.pt", (9000, 9000))
+    flags = ["--resume", "latest", "--total-timesteps", 3 * script.steps]
+    assert script.run(*flags, tiny=False) == 0
+    lengths = {name: len(rows(script.path / "runs" / name)) for name in "abc"}
+    assert lengths["a"] == 3 and lengths["b"] == lengths["c"] < 3
+
+
+def test_keep_checkpoints(script):
+    """The newest K stay under their step, each one a checkpoint to resume from; K may change on the way."""
+    flags = ["--run-name", "x", "--checkpoint-every", 0, "--keep-checkpoints", 2, "--eval-episodes", 0]
+    assert script.run(*flags, "--total-timesteps", 4 * script.steps, *script.no_total) == 0
+    folder = script.path / "runs" / "x"
+    kept = sorted(path.name for path in folder.glob("step_*.pt"))
+    assert kept == sorted(f"step_{n * script.steps}.pt" for n in (3, 4))
+    for path in folder.glob("step_*.pt"):
+        assert f"step_{torch.load(path, weights_only=True)['step']}.pt" == path.name
+    (folder / "checkpoint.pt").unlink()
+    flags = ["--resume", folder / f"step_{3 * script.steps}.pt", "--keep-checkpoints", 3]
+    assert script.run(*flags, tiny=False) == 0
+    assert [row["step"] for row in rows(folder)] == [str(n * script.steps) for n in (1, 2, 3, 4)]
+
+
 def test_evaluate_command(script):
     """--evaluate writes eval.json beside the checkpoint, the same every time, and touches nothing else."""
     flags = ("--total-timesteps", 2 * script.steps, "--run-name", "a", *script.two_splits)
