@@ -8,9 +8,10 @@ its best whose settings survive. Formulas are theirs, the code is not. Results: 
 Departures: EnvPool emulates (next-step autoreset: the row of the ignored action is masked, its frame is not; a new game
 fills the frame stack); a rollout's last row is learned from its return, theirs from zero; a game cut at the time limit
 bootstraps from its last observation, theirs ends there; frame statistics are updated once a rollout, theirs every step;
-rewards are signs, in the paper's code only positive ones; consecutive frames are never of two games. What the sources
-leave open: one size of masked tiles is drawn a batch; STD's deviation is over the features of a row; its two
-classifiers start as the target's layers do. Effects not measured.
+rewards are signs, in the paper's code only positive ones; consecutive frames are never of two games; a frame drawn
+twice counts as near. A game's last frame is learned too, from the masked row. What the sources leave open: v's pairs
+are drawn from the rollout; one size of masked tiles is drawn a batch; STD's norms are of each row's logits, its
+deviation is over the features of a row, its two classifiers start as the target's layers do. Effects not measured.
 """
 
 import contextlib
@@ -133,7 +134,9 @@ class Args:
     bonus_on: Literal["next", "current"] = "current"  # whose frame's novelty rewards step t: o_{t+1}'s or o_t's
     int_clip: float = 1  # upper limit of the intrinsic reward; 0 = none
     eta: float = 0.5  # weight of the bonus: the intrinsic reward is eta times the mean squared error of the features
-    target: Literal["v", "std", "vic", "none"] = "v"  # what the target network learns; none = nothing, as RND
+    target: Literal["v", "std", "vic", "none"] = (
+        "v"  # what the target learns; none = nothing, as RND; std and vic: see README for their other flags
+    )
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"  # of target and predictor; one = paper's code
     pairs: int = 0  # in one step of the target, at least 2; 0 = minibatch-size / 8 with v, minibatch-size otherwise
     snd_augment: Literal["tiles", "pixelate"] = "tiles"  # of v's pairs: tiles and noise; the older set
@@ -141,7 +144,7 @@ class Args:
     target_gain: float = 2**0.5  # of the target's orthogonal initial weights
     predictor_gain: float = 2**0.5  # of the predictor's
     snd_preprocess: Literal["std", "mean", "none"] = "std"  # (x - mean) / std clipped to 1, (x - mean) / 255, x / 255
-    predictor_share: float = 0.25  # share of a minibatch's features, rows x features, that train the predictor
+    predictor_share: float = 0  # share of rows x features that train the predictor; 0 = min(1, 32 / num-envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD) instead of their mean
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
     warmup_steps: int = 256  # steps an env of random play that start the observation statistics
@@ -154,6 +157,7 @@ class Args:
         batch = self.batch_size
         low = dict(num_envs=1, num_steps=1, update_epochs=1, minibatch_size=2, total_timesteps=batch, noop_max=1)
         low |= dict(frame_skip=1, stack=1, max_episode_steps=1, snd_features=2, warmup_steps=1)
+        low |= dict(target_gain=1e-6, predictor_gain=1e-6)
         low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
         high = dict(gamma=1, gamma_int=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024)
         high |= dict(repeat_action_probability=1, predictor_share=1, noop_max=1000, frame_skip=100, stack=100)
@@ -337,13 +341,14 @@ class SND(nn.Module):
         x, y = self.preprocess(frames), self.preprocess(others)
         if self.kind == "v":
             x, y = distort(x, self.augment), distort(y, self.augment)
-        if self.kind != "std":
-            x, y = self.target(x).float(), self.target(y).float()
-            return contrastive(x, y, far) if self.kind == "v" else vicreg(x, y)
-        maps, next_maps = self.target[:6](x), self.target[:6](y)  # after the third convolution
-        features, next_features = self.target[6:](maps), self.target[6:](next_maps)
-        patches, next_patches = (maps.flatten(2).permute(2, 0, 1) for maps in (maps, next_maps))  # (patches, B, depth)
-        return infonce(patches, self.whole(next_features), self.local(next_patches), features)
+        x, y = self.target[:6](x), self.target[:6](y)  # after the third convolution
+        a, b = self.target[6:](x), self.target[6:](y)
+        parts = (a, b, far) if self.kind == "v" else (a, b)
+        if self.kind == "std":
+            x, y = x.flatten(2).permute(2, 0, 1), y.flatten(2).permute(2, 0, 1)  # (patches, B, depth)
+            parts = (x, self.whole(b), self.local(y), a)
+        with torch.autocast(x.device.type, enabled=False):
+            return dict(v=contrastive, std=infonce, vic=vicreg)[self.kind](*(part.float() for part in parts))
 
 
 def distort(x, kind: str):
@@ -371,12 +376,12 @@ def distort(x, kind: str):
 
 
 def contrastive(a, b, far):
-    """SND-V's loss of features, (B, D) each: mean squared distances are to be 0, or 1 where far, (B,) bool.
+    """SND-V's loss of features, (B, D) each: mean squared distances are to be `far`, (B,), 0 or 1.
 
     The second term keeps the features small: it counts from a sum of their mean squares of 200 on.
     """
     distance = (a - b).square().mean(1)
-    return (far.float() - distance).square().mean() + F.relu(a.square().mean() + b.square().mean() - 200)
+    return (far - distance).square().mean() + F.relu(a.square().mean() + b.square().mean() - 200)
 
 
 def vicreg(a, b):
@@ -519,7 +524,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     weights = [*agent.parameters(), *snd.parameters()]
     optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps, fused=True)
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
-    num_minibatches = args.batch_size // args.minibatch_size
+    num_minibatches, share = args.batch_size // args.minibatch_size, args.predictor_share or min(1, 32 / N)
     pairs = max(args.pairs or args.minibatch_size // (8 if args.target == "v" else 1), 2)
 
     step, metrics, episodes, over, (obs, _) = 0, {}, Episodes(N), np.zeros(N, bool), envs.reset()
@@ -548,7 +553,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
     # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
     # autoreset the row after an end is no transition, its action is ignored: valid_t = not done_t masks policy and
-    # value losses. Bonus, predictor and statistics use its next frame too: only there a new game's first frame appears.
+    # value losses. Predictor and statistics use its frame too: the game's last one, or with --bonus-on next the new
+    # game's first.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
     actions = torch.zeros(T, N, dtype=torch.int64, device=device)
     logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, 2, device=device)  # V: game's, intrinsic
@@ -626,10 +632,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     if args.motivation_passes == "one":
                         minibatch = torch.arange(m * args.minibatch_size, (m + 1) * args.minibatch_size)
                     if args.motivation_passes == "per-minibatch" or epoch == 0:
-                        kept = torch.rand(len(minibatch), args.snd_features) < args.predictor_share
-                        total = 1 if args.predictor_sum else max(kept.sum().item(), 1)
+                        kept = torch.rand(len(minibatch), args.snd_features, device=device) < share
+                        total = 1 if args.predictor_sum else kept.sum().clamp(min=1)
                         for i, kept_i in zip(minibatch.split(micro_batch), kept.split(micro_batch), strict=True):
-                            rows, kept_i = (x.to(device, non_blocking=True) for x in (i, kept_i))
+                            rows = i.to(device, non_blocking=True)
                             with autocast:
                                 x = snd.preprocess(frames[rows])
                                 with torch.no_grad():
@@ -655,21 +661,24 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             stats[:, :, -3:-1] *= args.update_epochs if args.motivation_passes == "one" else 1  # the others hold zeros
             names = (*TERMS, "loss/predictor", "loss/target", "train/grad_norm")
             metrics = dict(zip(names, stats.mean((0, 1)).tolist(), strict=True))
+            rows = joined.nonzero()[:, 0]  # the target's features of up to 512 frames, evenly spaced
+            i = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 512)).long()].to(device)
+            with torch.no_grad():
+                now, then = (snd.target(snd.preprocess(newest[rows])) for rows in (i, i + N))
+            if len(i):
+                metrics["target/near"] = (now - then).square().mean().item()
+                metrics["target/far"] = (now - now.roll(len(i) // 2, 0)).square().mean().item()
+                metrics["target/feature_norm"] = now.norm(dim=1).mean().item()
             for name, mean in metrics.items():
                 if not np.isfinite(mean):
                     raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
             step += args.batch_size
             metrics |= {"train/lr": lr, "train/valid_frac": valid.mean().item(), "int/reward_raw": raw.mean().item()}
             metrics |= {"int/reward_norm": bonus.mean().item(), "int/return_std": variance[1] ** 0.5}
+            metrics["target/rank"] = effective_rank(now) if len(i) else None
             metrics["loss/target"] = None if args.target == "none" else metrics["loss/target"]
             for name, left, whole in zip(("train", "int"), unexplained, variance, strict=True):
                 metrics[f"{name}/explained_variance"] = 1 - left / whole if whole > 0 else None
-            i = joined.nonzero()[:: max(int(joined.sum()) // 512, 1), 0][:512].to(device)
-            with torch.no_grad():
-                now, then = (snd.target(snd.preprocess(newest[rows])) for rows in (i, i + N))
-            distances = ((now - x).square().mean().item() for x in (then, now.roll(len(now) // 2, 0)))
-            metrics |= dict(zip(("target/near", "target/far"), distances, strict=True))
-            metrics |= {"target/feature_norm": now.norm(dim=1).mean().item(), "target/rank": effective_rank(now)}
             metrics["episode/rooms_ever"] = int(seen.sum()) if seen.any() else None
             run.lap("learn")
             if own and args.eval_every and step % args.eval_every < args.batch_size:

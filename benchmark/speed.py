@@ -445,9 +445,18 @@ def sample_factory(name: str, args, seconds: float, python: str) -> dict:
     return dict(variant=name, sps=sps, peak_gib=unknown, env_only_sps=unknown, seconds_a_step=dict(cpu=unknown))
 
 
+def rnd(script, args) -> Stopwatch:
+    """ppo_atari_rnd.py with the same policy, rows and passes, and target and predictor of the same size."""
+    other = load("ppo_atari_rnd")
+    same = {name: value for name, value in vars(args).items() if name in other.Args.__dataclass_fields__}
+    same |= dict(net="c", rnd_net="elu4", obs_norm="std", predictor_mask="element", int_norm="none")
+    return measure_script(other, other.Args(**same | dict(rnd_features=args.snd_features)))
+
+
 BASELINES = {
     "ppo_procgen": {"eager": eager_ppo_procgen},
     "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd},
+    "ppo_atari_snd": {"rnd": rnd},
     "impala_procgen": {"ppo": ppo, "sync": sync},
     "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory},
 }
@@ -522,7 +531,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
     parser.add_argument(
-        "--against", choices=["eager", "sync", "ppo", "sample-factory"], help="alternate with this baseline"
+        "--against", choices=["eager", "sync", "ppo", "rnd", "sample-factory"], help="alternate with this baseline"
     )
     parser.add_argument("--sample-factory", default="python", help="the python that has sample-factory[atari]")
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")

@@ -92,6 +92,7 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
             ("--predictor-share 1.1", ["--predictor-share", "1.1"]),
             ("--snd-features 1", ["--snd-features", "1"]),
             ("--eta -1", ["--eta", "-1"]),
+            ("--target-gain 0", ["--target-gain", "0"]),
             ("--warmup-steps 0", ["--warmup-steps", "0"]),
         ],
         tyros=["--target w", "--snd-net deep", "--motivation-passes two", "--snd-preprocess clip"],
