@@ -64,7 +64,7 @@ TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/
 COLUMNS = (
     "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/rooms", "episode/rooms_ever",
     *TERMS, "loss/predictor", "loss/target", "train/grad_norm", "train/explained_variance", "train/lr",
-    "train/valid_frac", "int/reward_raw", "int/reward_norm", "int/return_std", "int/explained_variance",
+    "train/valid_frac", "int/reward_raw", "int/reward_norm", "int/return_std", "int/explained_variance", "int/spread",
     "target/feature_norm", "target/near", "target/far", "target/rank", "eval/return",
     "time/sps", "time/env_s", "time/policy_s", "time/bonus_s", "time/learn_s",
 )
@@ -147,6 +147,11 @@ class Args:
     predictor_share: float = 0  # share of rows x features that train the predictor; 0 = min(1, 32 / num-envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD) instead of their mean
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
+    entropy_bonus: bool = False  # a second bonus with a value head of its own: the spread of the game's recent features
+    gamma_entropy: float = 0.99  # its discount
+    entropy_eta: float = 0.5  # its weight before the limit of 1
+    entropy_coef: float = 1  # weight of its advantages
+    entropy_window: int = 128  # steps of a game that it looks back
     warmup_steps: int = 256  # steps an env of random play that start the observation statistics
 
     batch_size = property(lambda self: self.num_envs * self.num_steps)
@@ -156,10 +161,18 @@ class Args:
         """Raise UsageError for what would train nothing or train on NaN."""
         batch = self.batch_size
         low = dict(num_envs=1, num_steps=1, update_epochs=1, minibatch_size=2, total_timesteps=batch, noop_max=1)
-        low |= dict(frame_skip=1, stack=1, max_episode_steps=1, snd_features=2, warmup_steps=1)
+        low |= dict(frame_skip=1, stack=1, max_episode_steps=1, snd_features=2, warmup_steps=1, entropy_window=2)
         low |= dict(target_gain=1e-6, predictor_gain=1e-6)
         low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
-        high = dict(gamma=1, gamma_int=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024)
+        high = dict(
+            gamma=1,
+            gamma_int=1,
+            gamma_entropy=1,
+            gae_lambda=1,
+            minibatch_size=batch,
+            seed=2**32 - 1,
+            torch_threads=1024,
+        )
         high |= dict(repeat_action_probability=1, predictor_share=1, noop_max=1000, frame_skip=100, stack=100)
         high |= dict(max_episode_steps=2**31 - 1, env_threads=1024)
         for name, value in vars(self).items():
@@ -269,14 +282,14 @@ def convolutions(channels: int, net, gain: float = 2**0.5):
 
 
 class Agent(nn.Module):
-    """michalnand's policy C: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): the game's, the intrinsic."""
+    """michalnand's policy C: uint8 (B, C, S, S) -> logits (B, A), values (B, heads): the game's, the intrinsic ones."""
 
-    def __init__(self, obs_shape, num_actions: int):
+    def __init__(self, obs_shape, num_actions: int, heads: int = 2):
         super().__init__()
         self.trunk = convolutions(obs_shape[0], ("relu", (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)))
         self.trunk.append(layer(nn.Linear(self.trunk(torch.zeros(1, *obs_shape)).shape[1], 512)))
         self.hidden_policy, self.hidden_value = layer(nn.Linear(512, 512), 0.01), layer(nn.Linear(512, 512), 0.1)
-        self.policy, self.value = layer(nn.Linear(512, num_actions), 0.01), layer(nn.Linear(512, 2), 0.01)
+        self.policy, self.value = layer(nn.Linear(512, num_actions), 0.01), layer(nn.Linear(512, heads), 0.01)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
@@ -323,6 +336,9 @@ class SND(nn.Module):
         self.predictor.append(layer(nn.Linear(features, features), args.predictor_gain))
         if self.kind == "std":  # bilinear classifiers: of the whole next frame, of its patches, against the patches
             self.whole, self.local = (layer(nn.Linear(x, net[3][0]), args.target_gain) for x in (features, net[3][0]))
+        if args.entropy_bonus:  # of each env's game: its last features, newest last, and how many they are
+            self.register_buffer("recent", torch.zeros(args.entropy_window, args.num_envs, features))
+            self.register_buffer("age", torch.zeros(args.num_envs))
         self.to(memory_format=torch.channels_last)
 
     def preprocess(self, frames):
@@ -335,6 +351,22 @@ class SND(nn.Module):
         """Prediction errors, uint8 (B, 1, S, S) -> (B,): the mean over features."""
         x = self.preprocess(frames)
         return (self.predictor(x) - self.target(x)).square().mean(1)
+
+    @torch.no_grad()
+    def spread(self, frames, over):
+        """Deviation over time of the game's recent target features, mean over features: (T, N, 1, S, S) -> (T, N).
+
+        over: (T, N), 1 in a game's last row. SND + entropy in michalnand's version of 26 February 2022.
+        """
+        rewards, places = [], torch.arange(len(self.recent), device=frames.device)[:, None]
+        for row, last in zip(frames, over, strict=True):
+            self.recent = torch.cat([self.recent[1:], self.target(self.preprocess(row)).float()[None]])
+            self.age = (self.age + 1).clamp(max=len(self.recent))
+            kept = (places >= len(places) - self.age)[..., None]
+            mean = (self.recent * kept).sum(0) / self.age[:, None]
+            rewards.append((((self.recent - mean) * kept).square().sum(0) / self.age[:, None]).sqrt().mean(1))
+            self.age = self.age * (1 - last)
+        return torch.stack(rewards)
 
     def target_loss(self, frames, others, far):
         """Of pairs of frames, uint8 (B, 1, S, S): the same or another one (far, (B,) bool) with v, else consecutive."""
@@ -516,7 +548,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 36:
         raise UsageError(f"observations of shape {obs_shape}: must be (frames, S, S) with S at least 36")
     same_step = autoreset == AutoresetMode.SAME_STEP
-    agent, snd = Agent(obs_shape, A).to(device), SND(obs_shape[-1], args).to(device)
+    coefs = torch.tensor([args.ext_coef, args.int_coef] + [args.entropy_coef] * args.entropy_bonus, dtype=torch.float32)
+    agent, snd = Agent(obs_shape, A, len(coefs)).to(device), SND(obs_shape[-1], args).to(device)
     network = torch.compile(agent) if args.compile else agent
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
     forward = autocast(lambda obs: network(torch.as_tensor(obs, device=device)))  # -> logits (B, A), values (B, 2)
@@ -557,9 +590,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # game's first.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
     actions = torch.zeros(T, N, dtype=torch.int64, device=device)
-    logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, 2, device=device)  # V: game's, intrinsic
+    logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, len(coefs), device=device)
     rewards, terminated, done, valid = (torch.zeros(T, N) for _ in range(4))
-    heads = torch.tensor([args.ext_coef > 0, args.int_coef > 0], dtype=torch.float32, device=device)  # the learned ones
+    heads = (coefs > 0).float().to(device)  # the learned ones
 
     with Run(args, saved, nn.ModuleList([agent, snd]), device, micro_batch) as run:
         while run.goes_on(step, state):
@@ -597,17 +630,21 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             for rows in frames.split(N):
                 snd.frames.update(rows)
             bonus = (args.eta * raw).clamp(max=args.int_clip or np.inf).cpu()
+            over_after = done if same_step else 1 - valid  # rows after which another game is shown
+            if args.entropy_bonus:
+                spread = snd.spread(newest[:-N].view(T, N, *newest.shape[1:]), over_after.to(device)).cpu()
             run.lap("bonus")
 
             # Targets
             baseline, mask, zeros = values.cpu().unbind(-1), valid.bool(), torch.zeros(T, N)
-            advantages_ext = gae(rewards, baseline[0], terminated, done, args.gamma, args.gae_lambda)
             ends = (terminated, done) if args.int_episodic else (zeros, zeros)
-            advantages_int = gae(bonus + cut_int, baseline[1], *ends, args.gamma_int, args.gae_lambda)
-            advantages = args.ext_coef * advantages_ext + args.int_coef * advantages_int
-            both = torch.stack([advantages_ext, advantages_int], -1)
-            targets = both + torch.stack(baseline, -1)[:T]
-            joined = (mask & ~(done.bool() & same_step)).flatten()  # rows whose next frame is of the same game
+            streams = [(rewards, terminated, done, args.gamma), (bonus + cut_int, *ends, args.gamma_int)]
+            if args.entropy_bonus:
+                streams.append(((args.entropy_eta * spread).clamp(max=1), *ends, args.gamma_entropy))
+            each = zip(streams, baseline, strict=True)
+            both = torch.stack([gae(reward, value, *rest, args.gae_lambda) for (reward, *rest), value in each], -1)
+            advantages, targets = both @ coefs, both + torch.stack(baseline, -1)[:T]
+            joined = (over_after == 0).flatten()  # rows whose next frame is of the same game
             unexplained, variance = both[mask].var(0).tolist(), targets[mask].var(0).tolist()
             # Rows, in the order in which ppo_terms takes them
             batch = (observations[:T], actions, advantages, targets, logps, valid)
@@ -676,8 +713,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             metrics |= {"train/lr": lr, "train/valid_frac": valid.mean().item(), "int/reward_raw": raw.mean().item()}
             metrics |= {"int/reward_norm": bonus.mean().item(), "int/return_std": variance[1] ** 0.5}
             metrics["target/rank"] = effective_rank(now) if len(i) else None
+            metrics["int/spread"] = spread.mean().item() if args.entropy_bonus else None
             metrics["loss/target"] = None if args.target == "none" else metrics["loss/target"]
-            for name, left, whole in zip(("train", "int"), unexplained, variance, strict=True):
+            for name, left, whole in zip(("train", "int"), unexplained, variance, strict=False):
                 metrics[f"{name}/explained_variance"] = 1 - left / whole if whole > 0 else None
             metrics["episode/rooms_ever"] = int(seen.sum()) if seen.any() else None
             run.lap("learn")

@@ -588,6 +588,52 @@ def test_order_of_rows():
     assert len(set(rows[0].tolist())) == pytest.approx(600 * (1 - np.exp(-1)), abs=40) and rows.max() < 600
 
 
+# ---------------------------------------------------------------------------------------------------- SND with entropy
+
+
+@pytest.mark.parametrize("autoreset", [NEXT_STEP, SAME_STEP])
+def test_spread_is_of_the_games_recent_features(tmp_path, monkeypatch, autoreset):
+    """Against a list of each game's features, through rollouts: the deviation over its last five rows."""
+    calls, spread = [], SND.spread
+
+    def spy(self, frames, over):
+        features = self.target(self.preprocess(frames.flatten(0, 1))).view(16, 4, 8).detach().double().numpy()
+        calls.append((features, frames[:, :, 0, 0, :3].int().numpy(), spread(self, frames, over)))
+        return calls[-1][2]
+
+    monkeypatch.setattr(SND, "spread", spy)
+    envs = fake(autoreset, ends=("terminated", "truncated"))
+    metrics, saved = run(tmp_path, envs, 3, entropy_bonus=True, entropy_window=5, target="none", snd_net="elu")
+    games = [[] for _ in range(4)]
+    playing = [None] * 4
+    for features, shown, ours in calls:
+        for t in range(16):
+            for n in range(4):
+                if playing[n] != shown[t, n, 1]:
+                    playing[n], games[n] = shown[t, n, 1], []
+                games[n].append(features[t, n])
+                assert ours[t, n] == pytest.approx(np.std(games[n][-5:], axis=0).mean(), rel=1e-3, abs=1e-6)
+    assert len({len(game) for game in games}) > 1 and metrics["int/spread"] == pytest.approx(calls[-1][2].mean().item())
+    assert saved["snd"]["recent"].shape == (5, 4, 8)
+
+
+def test_entropy_bonus_has_a_head_of_its_own(tmp_path, monkeypatch):
+    """Its reward, limited to 1, its discount and its weight make a third stream of advantages and a third target."""
+    calls, seen, gae, terms = [], [], ppo_atari_snd.gae, ppo_atari_snd.ppo_terms
+    spread = torch.rand(16, 4) * 2
+    monkeypatch.setattr(SND, "spread", lambda self, *x: spread)
+    monkeypatch.setattr(ppo_atari_snd, "gae", lambda *x: calls.append((x, gae(*x))) or calls[-1][1])
+    monkeypatch.setattr(ppo_atari_snd, "ppo_terms", lambda *x: seen.append((x[1], *x[3:5], x[6])) or terms(*x))
+    flags = dict(entropy_bonus=True, gamma_entropy=0.7, entropy_eta=0.8, entropy_coef=3.0, minibatches="envs")
+    _, saved = run(tmp_path, fake(), minibatch_size=64, micro_batch=64, ext_coef=0, **flags)
+    torch.testing.assert_close(calls[2][0][0], (0.8 * spread).clamp(max=1))
+    assert [call[0][4] for call in calls] == [0.998, 0.99, 0.7] and torch.equal(calls[2][0][2], calls[1][0][2])
+    values, advantages, targets, heads = seen[0]
+    torch.testing.assert_close(advantages, (calls[1][1] + 3 * calls[2][1]).T.flatten())
+    torch.testing.assert_close(targets[:, 2], (calls[2][1] + calls[2][0][1][:16]).T.flatten())
+    assert values.shape == (64, 3) and heads.tolist() == [0, 1, 1] and saved["agent"]["value.weight"].shape[0] == 3
+
+
 # --------------------------------------------------------------------------------------------------------------- learns
 
 
