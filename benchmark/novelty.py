@@ -5,8 +5,11 @@
 Frames of Pitfall: random play on the first screen, cut where it leaves, is replayed to ppo_atari_snd.py as an
 environment, so that its own loop trains target and predictor on it. Then the bonus is taken on frames of that screen
 from games that were not replayed, and on the screens to its left and right. One mean a game, so that standard errors
-are over games. Rows of the file: target, seed, both means with their errors, their ratio, how many errors apart they
-are, and how far the bonus on the replayed frames has fallen since the first iteration.
+are over games. Standardised frames of another screen are novel even to networks that learned nothing, so the same
+ratio is taken with fresh ones, under the same statistics: learning is what lies between. Rows of the file: target,
+seed, both means with their errors, their ratio, how many errors apart they are, the ratio of untrained networks, and
+how far the bonus on the replayed frames has fallen since the first iteration. "none-std" is "none" with v's
+networks and preprocessing.
 """
 
 import argparse
@@ -30,6 +33,7 @@ VARIANTS = {  # the published settings; equal rows and steps for all
     "std": dict(**STD, snd_preprocess="none", predictor_share=1),
     "vic": dict(target="vic", snd_net="relu4", target_gain=0.5, snd_preprocess="none", predictor_share=1),
     "none": dict(target="none", snd_net="elu", snd_preprocess="mean"),
+    "none-std": dict(target="none"),
 }
 ROOM = 1  # where the RAM keeps the number of the screen
 LEFT, RIGHT, JUMP_LEFT, JUMP_RIGHT = 4, 3, 12, 11
@@ -102,9 +106,14 @@ def measure(variant: str, seed: int, iterations: int = 12, num_envs: int = 8, fo
         with open(run / "metrics.csv", newline="") as file:
             raw = [float(row["int/reward_raw"]) for row in csv.DictReader(file)]
     (home, home_error, known), (away, away_error, fresh) = by_game(snd, seen[len(seen) // 2 :]), by_game(snd, unseen)
+    torch.manual_seed(seed)
+    fresh_snd = script.SND(96, args)
+    fresh_snd.frames.load_state_dict(snd.frames.state_dict())
+    untrained = by_game(fresh_snd, unseen)[0] / by_game(fresh_snd, seen[len(seen) // 2 :])[0]
     apart = (away - home) / (home_error**2 + away_error**2) ** 0.5
     result = dict(target=variant, seed=seed, seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
+    result |= dict(untrained_ratio=untrained)
     return result | dict(decay=raw[0] / raw[-1], steps=iterations * 4 * args.batch_size // args.minibatch_size)
 
 

@@ -691,10 +691,10 @@ def test_it_learns_the_games_rewards(tmp_path):
 @pytest.mark.parametrize("target", ["v", "std", "vic"])
 def test_unseen_screens_are_novel(target):
     """Trained by the script's loop on frames of Pitfall's first screen, the bonus is larger on the next ones, by at
-    least five standard errors over games."""
+    least five standard errors over games, and more so than that of networks that learned nothing."""
     sys.path.insert(0, str(ROOT / "benchmark"))
     import novelty
 
     result = novelty.measure(target, seed=1, iterations=6)
-    print(result)
-    assert result["ratio"] > 1.5 and result["errors_apart"] > 5 and result["decay"] > 1
+    assert result["ratio"] > 1.2 * result["untrained_ratio"] and result["ratio"] > 1, result
+    assert result["errors_apart"] > 5, result

@@ -1,0 +1,104 @@
+"""The tools under benchmark/."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import features  # noqa: E402
+import live  # noqa: E402
+
+import ppo_atari_rnd  # noqa: E402
+import ppo_atari_snd  # noqa: E402
+
+
+def table(path, values):
+    path.mkdir(exist_ok=True)
+    rows = "".join(f"{64 * i},{i},{'' if value is None else value}\n" for i, value in enumerate(values, 1))
+    (path / "metrics.csv").write_text("step,iteration,episode/return\n" + rows)
+
+
+def test_live_smooths_what_has_a_value(tmp_path):
+    """Means and deviations over the last values; empty cells and a half-written row do not count."""
+    table(tmp_path / "run", [1.0, None, 3.0, 5.0])
+    with open(tmp_path / "run" / "metrics.csv", "a") as file:
+        file.write("320,5")
+    steps, values = live.read(tmp_path / "run" / "metrics.csv", "episode/return")
+    assert steps.tolist() == [64, 192, 256] and values.tolist() == [1, 3, 5]
+    mean, spread = live.smooth(values, 2)
+    assert mean.tolist() == [1, 2, 4] and spread.tolist() == [0, 1, 1]
+
+
+def test_live_draws(tmp_path, capsys, monkeypatch):
+    """The mean rises from the lower left to the upper right; each column holds its mean once, within its spread."""
+    monkeypatch.setenv("COLUMNS", "72")
+    monkeypatch.setenv("LINES", "24")
+    table(tmp_path / "run", np.arange(100.0).tolist())
+    assert live.main([str(tmp_path / "run"), "--once", "--average", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    canvas = np.array([list(line[11:].ljust(60)) for line in lines[1:-1]])
+    heights = [np.flatnonzero(column == "#") for column in canvas.T if (column == "#").any()]
+    assert all(len(height) == 1 for height in heights) and len(heights) == 60
+    rows = [int(height[0]) for height in heights]
+    assert rows == sorted(rows, reverse=True) and rows[0] >= len(canvas) - 2 and rows[-1] < len(canvas) / 2
+    assert "now 97 +- 1.4" in lines[-1]
+
+
+def test_live_png_and_bad_input(tmp_path, capsys):
+    table(tmp_path / "run", [1.0, 2.0])
+    assert live.main([str(tmp_path / "run"), "--once", "--png", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert live.main([str(tmp_path / "nothing"), "--once"]) == 2 and "metrics.csv" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="episode/return"):
+        live.main([str(tmp_path / "run"), "--once", "--metric", "score"])
+    table(tmp_path / "run", [None])
+    assert live.main([str(tmp_path / "run"), "--once"]) == 0 and "no value yet" in capsys.readouterr().out
+
+
+def test_live_follows_a_growing_file(tmp_path):
+    """It redraws what a run has added since, and Ctrl-C ends it with 130."""
+    table(tmp_path / "run", [1.0])
+    command = [sys.executable, ROOT / "benchmark" / "live.py", tmp_path / "run", "--every", "0.1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    for line in process.stdout:
+        if "now 1 " in line:
+            table(tmp_path / "run", [1.0, 7.0])
+        if "now 4 " in line:
+            break
+    os.killpg(process.pid, 2)
+    assert process.wait(60) == 130
+
+
+@pytest.mark.parametrize("script, flags", [(ppo_atari_rnd, ["--memory", "gru"]), (ppo_atari_snd, ["--entropy-bonus"])])
+def test_features_of_a_run(tmp_path, monkeypatch, capsys, script, flags):
+    """A picture of a real run's target features, those of its checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    size = "--snd-features" if script is ppo_atari_snd else "--rnd-features"
+    tiny = "--num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 0 --quiet --device cpu --torch-threads 1"
+    tiny = f"{tiny} --env-id MontezumaRevenge --warmup-steps 3 --total-timesteps 64 --run-name x {size} 8".split()
+    assert script.main([*tiny, *flags]) == 0
+    seen = []
+    real = features.project
+    monkeypatch.setattr(features, "project", lambda x: seen.append(x) or real(x))
+    assert features.main(["runs/x", "--png", "x.png", "--steps", "5", "--envs", "3"]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and seen[0].shape == (15, 8)
+    assert "15 frames, 1 rooms" in capsys.readouterr().out
+    assert features.main(["runs/none", "--png", "y.png"]) == 2
+
+
+def test_projection():
+    """Points in a plane keep their distances; the share of the variance is theirs."""
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(6, 6))[0]
+    plane = (torch.randn(50, 2) @ torch.diag(torch.tensor([5.0, 2.0])) @ basis[:2]).double()
+    points, share = features.project(plane + 3)
+    np.testing.assert_allclose(torch.cdist(*[torch.from_numpy(points)] * 2), torch.cdist(plane, plane), atol=1e-3)
+    assert share == pytest.approx(1, abs=1e-5)
+    third = plane + torch.randn(50, 1) @ basis[2:3]
+    variances = np.linalg.eigvalsh(np.cov(third.numpy().T))[::-1]
+    assert features.project(third)[1] == pytest.approx(variances[:2].sum() / variances.sum(), rel=1e-4)
