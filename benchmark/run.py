@@ -1,0 +1,335 @@
+"""One command reruns a result: the matrix of script x game x seed, killed and gone on with at will.
+
+    python benchmark/run.py --suite smoke                     # every script, seconds each
+    python benchmark/run.py --suite cpu --max-minutes 60      # stop cleanly after an hour; the same command goes on
+    python benchmark/run.py --suite gpu --only bigfish --jobs 4
+    python benchmark/run.py --suite procgen16 --launcher slurm > array.sbatch
+
+What is done is not run again; what was interrupted is resumed from its checkpoint, at most the script's
+--checkpoint-every (300 seconds) of work back; what failed is recorded with its error, does not stop the others, and
+runs again with --retry. Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command,
+revision, hardware, versions, wall clock, final evaluation). Unfinished runs lie in --runs.
+"""
+
+import argparse
+import csv
+import ctypes
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROCGEN = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja
+plunder starpilot""".split()
+ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling Boxing
+Breakout Centipede ChopperCommand CrazyClimber Defender DemonAttack DoubleDunk Enduro FishingDerby
+Freeway Frostbite Gopher Gravitar Hero IceHockey Jamesbond Kangaroo Krull KungFuMaster MontezumaRevenge
+MsPacman NameThisGame Phoenix Pitfall Pong PrivateEye Qbert Riverraid RoadRunner Robotank Seaquest Skiing
+Solaris SpaceInvaders StarGunner Surround Tennis TimePilot Tutankham UpNDown Venture VideoPinball
+WizardOfWor YarsRevenge Zaxxon""".split()
+ONE_LEVEL = "--num-levels 1 --stack none --channels 8 16 16 --num-envs 32 --num-steps 32 --minibatch-size 512"
+SMALL = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 256 --eval-episodes 4"
+BONUS = "--num-envs 16 --num-steps 128 --minibatch-size 512 --warmup-steps 200"
+OPENAI = """--num-levels 200 --total-timesteps 25000000 --num-envs 64 --num-steps 256 --minibatch-size 2048
+--reshuffle --stack none --channels 16 32 32 --pool flatten --input-shift 0 --ortho-heads --norm-reward
+0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip 0.2 --vf-coef 0.25 --kl-coef 0 --lr
+5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
+
+# suite: (script, games, number of seeds, flags), in the order in which they are run
+SUITES = {
+    "smoke": [
+        ("ppo_procgen", ["leaper"], 1, f"{SMALL} --channels 8 8 8"),
+        ("impala_procgen", ["leaper"], 1, f"{SMALL} --channels 8 8 8"),
+        ("ppo_atari_rnd", ["Breakout"], 1, f"{SMALL} --warmup-steps 16 --max-episode-steps 100"),
+        ("ppo_atari_snd", ["Breakout"], 1, f"{SMALL} --warmup-steps 16 --max-episode-steps 100"),
+        ("appo_atari", ["Breakout"], 1, f"{SMALL} --num-minibatches 2 --max-episode-steps 100"),
+    ],
+    "cpu": [  # at most ten minutes each on two cores
+        ("ppo_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440"),
+        ("impala_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --sync"),
+        ("appo_atari", ["Pong"], 3, "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 "
+         "--num-batches-to-accumulate 1 --total-timesteps 500000"),
+        ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 200000"),
+        ("ppo_atari_snd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 51200"),
+    ],
+    "gpu": [
+        ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
+        ("appo_atari", ["Pong", "Breakout", "BeamRider"], 1, "--total-timesteps 10000000"),
+        ("ppo_atari_rnd", ["MontezumaRevenge"], 1, ""),
+        ("ppo_atari_snd", ["MontezumaRevenge"], 1, ""),
+        ("impala_procgen", ["bigfish", "coinrun"], 1, ""),
+        ("ppo_procgen:openai", ["coinrun"], 1, OPENAI),
+    ],
+    "procgen16": [("ppo_procgen", PROCGEN, 3, ""), ("impala_procgen", PROCGEN, 3, "")],
+    "atari57": [("appo_atari", ATARI, 3, "")],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell of the matrix; `variant` is the script's name, or script:name for another setting of it."""
+
+    suite: str
+    variant: str
+    game: str
+    seed: int
+    flags: str
+
+    script = property(lambda self: self.variant.split(":")[0])
+    name = property(lambda self: f"{self.variant.replace(':', '-')}/{self.game}/seed{self.seed}")
+
+    @property
+    def command(self) -> list[str]:
+        """What a newcomer types."""
+        return f"python {self.script}.py --env-id {self.game} --seed {self.seed} {self.flags}".split()
+
+
+def jobs_of(suite: str, only: str = "") -> list[Job]:
+    """All cells of a suite, seed by seed within a row, those whose name contains `only`."""
+    cells = [
+        Job(suite, variant, game, seed, flags)
+        for variant, games, seeds, flags in SUITES[suite]
+        for seed in range(1, seeds + 1)
+        for game in games
+    ]
+    return [job for job in cells if only in job.name]
+
+
+def write_atomically(path: Path, text: str):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def thin(rows: list[dict], most: int = 500) -> list[dict]:
+    """Neighbouring rows merged until at most `most` are left: last step, number of games, means (over games, too)."""
+    size, merged = -(-len(rows) // most), []
+    for start in range(0, len(rows), max(size, 1)):
+        part, row = rows[start : start + size], {}
+        for name in part[0]:
+            weights = [float(r["episode/count"] or 0) if name.startswith("episode/") else 1.0 for r in part]
+            values = [(float(r[name]), w) for r, w in zip(part, weights, strict=True) if r[name] != ""]
+            total = sum(weight for _, weight in values)
+            if name in ("step", "iteration"):
+                row[name] = part[-1][name]
+            elif name == "episode/count":
+                row[name] = f"{sum(value for value, _ in values):g}"
+            else:
+                row[name] = f"{sum(v * w for v, w in values) / total:.6g}" if total else ""
+        merged.append(row)
+    return merged
+
+
+def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
+    """The csv and json of a finished or failed run."""
+    rows, config, evaluation = [], {}, None
+    for name in ("metrics.csv", "config.json", "eval.json"):
+        if not (run / name).exists():
+            continue
+        if name == "metrics.csv":
+            with open(run / name, newline="") as file:
+                rows = [row for row in csv.DictReader(file) if None not in row.values()]
+        elif name == "config.json":
+            config = json.loads((run / name).read_text())
+        else:
+            evaluation = json.loads((run / name).read_text())
+    seconds, before = 0.0, 0
+    for row in rows:
+        seconds, before = seconds + (int(row["step"]) - before) / float(row["time/sps"]), int(row["step"])
+    result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
+    result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
+    result |= {name: config.get(name) for name in ("git", "cpu", "cores", "gpu")}
+    names = ("torch", "numpy", "gymnasium", "envpool", "procgen-mirror")
+    result["versions"] = {name: config.get("versions", {}).get(name) for name in names}
+    for split in (evaluation or {}).get("splits", {}).values():
+        split.pop("lengths", None)
+    result["eval"] = evaluation
+    merged = thin(rows)
+    text = "".join(",".join(row.values()) + "\n" for row in [dict(zip(r, r, strict=True)) for r in merged[:1]] + merged)
+    return text, result
+
+
+def with_parent():
+    """In the child: SIGTERM when the parent dies, so that a killed run.py leaves no training behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def execute(job: Job, runs: Path, threads: int, minutes: float = 0, python: str = sys.executable, on_start=None):
+    """Train one cell, or go on with it -> (csv, json) when it is done or has failed, None when it was stopped.
+
+    A lock, which the training process inherits, keeps two of them out of one folder.
+    """
+    run = runs / job.suite / job.name.replace("/", "_")
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with open(run.with_name(run.name + ".lock"), "w") as lock:
+        until = time.monotonic() + 60  # a training process told to end may still be writing its checkpoint
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    return None
+                time.sleep(0.2)
+        anew = f"--torch-threads {threads} --env-threads {threads} --quiet --max-minutes {minutes}".split()
+        command = [python, str(ROOT / f"{job.script}.py"), *anew]
+        if (run / "checkpoint.pt").exists():
+            command += ["--resume", str(run)]
+        else:
+            if run.exists():  # killed before its first checkpoint
+                for path in sorted(run.rglob("*"), reverse=True):
+                    path.rmdir() if path.is_dir() else path.unlink()
+            command += [*job.command[2:], "--run-dir", str(run.parent), "--run-name", run.name]
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = os.environ | dict(OMP_NUM_THREADS=str(threads))
+        options = dict(pass_fds=[lock.fileno()], preexec_fn=with_parent, env=environment, **pipes)
+        process = subprocess.Popen(command, **options)
+        if on_start:
+            on_start(process)
+        output = process.communicate()[0]
+        if process.returncode == 0:
+            return collect(job, run) if (run / "eval.json").exists() else None
+        if process.returncode in (130, 143, -signal.SIGTERM, -signal.SIGKILL):
+            return None
+        lines = [line for line in output.splitlines() if line.strip()]
+        return collect(job, run, error="\n".join(lines[-5:]) or f"exit status {process.returncode}")
+
+
+def record(job: Job, result, results: Path) -> str:
+    """Write a cell's files -> its state in a word."""
+    if result is None:
+        return "stopped"
+    path = results / job.suite / job.name
+    if result[0]:
+        write_atomically(path.with_name(path.name + ".csv"), result[0])
+    write_atomically(path.with_name(path.name + ".json"), json.dumps(result[1], indent=1) + "\n")
+    return result[1]["status"]
+
+
+def state(job: Job, results: Path) -> str:
+    path = results / job.suite / f"{job.name}.json"
+    return json.loads(path.read_text())["status"] if path.exists() else "open"
+
+
+def local(cells: list[Job], options) -> int:
+    """`--jobs` side by side on this machine, the cores shared out."""
+    threads = max(len(os.sched_getaffinity(0)) // options.jobs, 1)
+    start, processes, stopping = time.monotonic(), set(), []
+
+    def left():
+        return options.max_minutes - (time.monotonic() - start) / 60 if options.max_minutes else 0
+
+    def one(job):
+        if stopping or (options.max_minutes and left() <= 0):
+            return "not begun"
+        state = record(
+            job, execute(job, options.runs, threads, max(left(), 0), on_start=processes.add), options.results
+        )
+        print(f"{state:8} {job.suite} {job.name}", flush=True)
+        return state
+
+    def stop(number, frame):
+        stopping.append(number)
+        for process in processes:
+            process.terminate()  # each writes its checkpoint
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    states = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {pool.submit(one, job) for job in cells}
+        while waiting:  # with a time limit: a signal is only handled between two waits
+            done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+            states += [future.result() for future in done]
+    print(", ".join(f"{states.count(name)} {name}" for name in sorted(set(states))) or "nothing to do")
+    return 128 + stopping[0] if stopping else int("failed" in states)
+
+
+def ray_cluster(cells: list[Job], options) -> int:
+    """Every cell a task of an existing Ray cluster; what comes back is recorded here, as it comes.
+
+    The nodes need the packages of requirements.txt. An unfinished run stays in --runs of the node that ran it, so that
+    folder should be one that all nodes share.
+    """
+    import ray
+
+    working = dict(working_dir=str(ROOT), excludes=["runs", ".git", "benchmark/results"])
+    ray.init(address=options.ray_address, runtime_env=working, log_to_driver=False)
+
+    threads, runs, minutes = max(int(options.ray_cpus), 1), str(options.runs.resolve()), options.max_minutes
+
+    @ray.remote(num_cpus=options.ray_cpus, num_gpus=options.ray_gpus, max_retries=2)
+    def task(cell):
+        sys.path.insert(0, "benchmark")  # of the working directory, which Ray has copied to the node
+        import run as module
+
+        return module.execute(module.Job(*cell), Path(runs), threads, minutes), ray.get_runtime_context().get_node_id()
+
+    revision = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, cwd=ROOT, capture_output=True)
+    pending, states = {task.remote(astuple(job)): job for job in cells}, []
+    while pending:
+        (ready,), _ = ray.wait(list(pending), num_returns=1)
+        job = pending.pop(ready)
+        try:
+            result, node = ray.get(ready)
+        except ray.exceptions.RayError as error:  # the node died more often than its task is retried
+            result, node = ("", collect(job, Path("/nonexistent"), error=str(error).splitlines()[-1])[1]), "-"
+        if result:  # the copy on the node is no repository
+            result[1]["git"] = revision.stdout.decode().strip() or None
+        states.append(record(job, result, options.results))
+        print(f"{states[-1]:8} {job.suite} {job.name} on {node[:8]}", flush=True)
+    ray.shutdown()
+    return int("failed" in states)
+
+
+def slurm(cells: list[Job], options) -> str:
+    """One array script: task k runs cell k, and can be submitted again to go on."""
+    lines = ["#!/bin/bash", f"#SBATCH --array=0-{len(cells) - 1}", f"#SBATCH --job-name={options.suite}"]
+    lines += ["#SBATCH --gpus=1", "#SBATCH --cpus-per-task=8", "#SBATCH --signal=B:TERM@120", "cells=("]
+    lines += [f"    {shlex.quote(job.name)}" for job in cells]
+    command = f"python benchmark/run.py --suite {options.suite} --exactly --only"
+    lines += [")", f"cd {shlex.quote(os.path.curdir)} || exit 1", "trap 'kill -TERM $!; wait' TERM"]
+    return "\n".join([*lines, f'{command} "${{cells[$SLURM_ARRAY_TASK_ID]}}" &', "wait"])
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=list(SUITES), required=True)
+    parser.add_argument("--only", default="", help="cells whose name (script/game/seedK) contains this")
+    parser.add_argument("--exactly", action="store_true", help="--only is a whole name")
+    parser.add_argument("--list", action="store_true", help="print the literal command and the state of each cell")
+    parser.add_argument("--retry", action="store_true", help="also run what failed")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--max-minutes", type=float, default=0, help="stop cleanly after this; 0 = when all is done")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="folder of unfinished runs")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmark" / "results")
+    parser.add_argument("--launcher", choices=["local", "ray", "slurm"], default="local")
+    parser.add_argument("--ray-address", default="auto", help="of a running cluster")
+    parser.add_argument("--ray-cpus", type=float, default=8, help="cores of a run")
+    parser.add_argument("--ray-gpus", type=float, default=0, help="GPU share of a run")
+    options = parser.parse_args(argv)
+    cells = [job for job in jobs_of(options.suite, options.only) if not options.exactly or job.name == options.only]
+    if options.jobs < 1 or not cells:
+        parser.error(f"--jobs {options.jobs}, --only {options.only!r}: no cell of {options.suite}")
+    if options.list:
+        for job in cells:
+            print(f"{state(job, options.results):8} {' '.join(job.command)}")
+        return 0
+    cells = [job for job in cells if state(job, options.results) in ("open", *["failed"] * options.retry)]
+    if options.launcher == "slurm":
+        print(slurm(cells, options))
+        return 0
+    return (ray_cluster if options.launcher == "ray" else local)(cells, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
