@@ -60,6 +60,13 @@ SUITES = {
         ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 200000"),
         ("ppo_atari_snd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 51200"),
     ],
+    "long": [  # curves of hours on two cores
+        ("ppo_procgen:narrow", ["starpilot"], 1, "--channels 16 32 32 --total-timesteps 1000000"),
+        ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
+        ("impala_procgen:narrow", ["starpilot"], 1, "--channels 16 32 32 --total-timesteps 1000000"),
+        ("appo_atari:two-cores", ["Pong"], 1, "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 "
+         "--num-batches-to-accumulate 1 --total-timesteps 4000000"),
+    ],
     "gpu": [
         ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
         ("appo_atari", ["Pong", "Breakout", "BeamRider"], 1, "--total-timesteps 10000000"),

@@ -1,0 +1,326 @@
+"""Tables, plots and a page from the committed results, beside the published numbers.
+
+    python benchmark/report.py            # rewrites benchmark/README.md, results/plots/*.png and results/index.html
+    python benchmark/report.py --check    # only say whether the committed tables are what the results generate
+
+Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
+in results/speed/*.json and the published numbers in benchmark/reference/. A cell of the matrix that was not run is a
+gap, shown beside its published number; a failed one shows its error. With three seeds or more the interquartile mean
+and its 95 % bootstrap interval (rliable, Agarwal et al. 2021) stand beside the mean.
+"""
+
+import argparse
+import csv
+import html
+import json
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmark"))
+import run as matrix  # noqa: E402
+
+RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
+SHOWN = ("long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
+CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
+PUBLISHED = {  # (script, flag of its level set): file, column value, what it is, how its protocol differs
+    ("ppo_procgen", ""): ("procgen", "all_levels_PPO", "OpenAI's PPO", "another network and batch; training return"),
+    ("impala_procgen", ""): ("procgen", "all_levels_PPO", "OpenAI's PPO", "PPO, not IMPALA; training return"),
+    ("ppo_procgen", "200"): ("procgen", "test_full_PPO", "OpenAI's PPO, test levels", "training-time return"),
+    ("ppo_atari_rnd", ""): ("atari", "RND", "RND paper", "recurrent policy, no forced no-op"),
+    ("ppo_atari_snd", ""): ("atari", CND_21, "cnd_21", "one environment's running mean"),
+    ("appo_atari", ""): ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", "PPO, 10M steps"),
+}  # fmt: skip
+
+
+def reference() -> dict:
+    """(file, game, series) -> {agent steps: score}."""
+    found = {}
+    for name, game, series, steps, score, frames in (
+        ("procgen", "env", "split", "step", "mean_return", 1),
+        ("atari", "env", "algo", "frames", "score", 4),
+    ):
+        with open(REFERENCE / f"{name}.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                points = found.setdefault((name, row[game], row[series]), {})
+                points[int(row[steps]) // frames] = float(row[score])
+    return found
+
+
+def levels(flags: str) -> str:
+    """The number of training levels in a command; "" for all."""
+    words = flags.split()
+    return words[words.index("--num-levels") + 1] if "--num-levels" in words else ""
+
+
+def published(job, steps: int, points: dict):
+    """(number, what it is, how its protocol differs) at the published step nearest to ours, within a tenth; or None."""
+    entry = PUBLISHED.get((job.script, levels(job.flags)))
+    series = points.get((entry[0], job.game, entry[1]), {}) if entry else {}
+    near = [step for step in series if abs(step - steps) <= 0.1 * steps]
+    if not near:
+        return None
+    return series[min(near, key=lambda step: abs(step - steps))], entry[2], entry[3]
+
+
+def normalised(job, score: float, points: dict) -> str:
+    """Share of the way from the lowest (random) to the highest (human) score of the game."""
+    low, high = ("R_min", "R_max") if "procgen" in job.script else ("random", "human")
+    name = "procgen" if "procgen" in job.script else "atari"
+    ends = [next(iter(points.get((name, job.game, end), {}).values()), None) for end in (low, high)]
+    return f"{(score - ends[0]) / (ends[1] - ends[0]):.3f}" if None not in ends else "-"
+
+
+def interval(scores: list[float]) -> str:
+    """Interquartile mean with its 95 % bootstrap interval, of three seeds or more."""
+    if len(scores) < 3:
+        return "-"
+    import numpy as np
+    from rliable import library, metrics
+
+    values = {"x": np.array(scores)[:, None]}
+    state = np.random.RandomState(0)
+    mean, bounds = library.get_interval_estimates(
+        values, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2000, random_state=state
+    )
+    return f"{mean['x'][0]:.2f} ({bounds['x'][0][0]:.2f} to {bounds['x'][1][0]:.2f})"
+
+
+def steps_of(job) -> int:
+    """Agent steps that a command asks for."""
+    import importlib
+
+    import tyro
+
+    sys.path.insert(0, str(ROOT))
+    args = tyro.cli(importlib.import_module(job.script).Args, args=job.command[2:])
+    return args.iterations * args.batch_size
+
+
+def curve(path: Path) -> list[tuple[int, float]]:
+    """(step, mean return) of the rows in which games ended."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [(int(r["step"]), float(r["episode/return"])) for r in csv.DictReader(file) if r["episode/return"]]
+
+
+def cells(results: Path = RESULTS) -> list[dict]:
+    """One entry for each row of each suite and game: its jobs, their results, the published number."""
+    points, found = reference(), []
+    for suite in matrix.SUITES:
+        groups = {}
+        for job in matrix.jobs_of(suite):
+            groups.setdefault((job.variant, job.game), []).append(job)
+        for jobs in groups.values():
+            done = {}
+            for job in jobs:
+                path = results / suite / f"{job.name}.json"
+                if path.exists():
+                    done[job.seed] = json.loads(path.read_text())
+            if not done and suite not in SHOWN:
+                continue
+            job, finished = jobs[0], [d for d in done.values() if d["status"] == "done"]
+            steps = finished[0]["steps"] if finished else steps_of(job)
+            cell = dict(job=job, steps=steps, done=finished, published=published(job, steps, points))
+            cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
+            cell["curves"] = {seed: curve(results / suite / f"{job.name[:-1]}{seed}.csv") for seed in done}
+            cell["splits"] = {}
+            for split in finished[0]["eval"]["splits"] if finished else ():
+                scores = [d["eval"]["splits"][split]["mean"] for d in finished]
+                cell["splits"][split] = dict(scores=scores, normalised=normalised(job, statistics.mean(scores), points))
+            found.append(cell)
+    return found
+
+
+def number(scores: list[float], evaluation: dict | None = None) -> str:
+    """Mean and standard error over seeds; of one seed its games' error, and that it is one."""
+    if len(scores) > 1:
+        return f"{statistics.mean(scores):.2f} +- {statistics.stdev(scores) / len(scores) ** 0.5:.2f}"
+    error = evaluation["stderr"] if evaluation else None
+    return f"{scores[0]:.2f}" + (f" (+- {error:.2f} over games)" if error is not None else "")
+
+
+def last_tenth(cell: dict) -> str:
+    """Mean training return over the last tenth of the steps, over seeds."""
+    ends = [[value for step, value in curve if step > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
+    ends = [statistics.mean(values) for values in ends if values]
+    return number(ends) if ends else "-"
+
+
+HEADER = """| script | game | steps | n | evaluation | normalised | interquartile mean | training, last tenth |
+ published | difference | hardware |""".replace("\n", "")
+
+
+def table(entries: list[dict]) -> list[str]:
+    lines = [HEADER, "|" + "---|" * 11]
+    for cell in entries:
+        job, theirs = cell["job"], cell["published"]
+        shown = f"{theirs[0]:.2f}, {theirs[1]} ({theirs[2]})" if theirs else "none at these steps"
+        name = job.variant.replace(":", ", ")
+        if cell["failed"] and not cell["done"]:
+            error = cell["failed"][0].splitlines()[-1].replace("|", "/")
+            lines.append(
+                f"| `{name}` | {job.game} | {cell['steps']:,} | 0 | failed: {error} | - | - | - | {shown} | - | - |"
+            )
+            continue
+        if not cell["done"]:
+            lines.append(
+                f"| `{name}` | {job.game} | {cell['steps']:,} | 0 | **not run** | - | - | - | {shown} | - | - |"
+            )
+            continue
+        for split, found in cell["splits"].items():
+            scores, first = found["scores"], cell["done"][0]
+            seeds = "1 seed" if len(scores) == 1 else f"{len(scores)} seeds"
+            difference = f"{statistics.mean(scores) - theirs[0]:+.2f}" if theirs else "-"
+            machine = first["gpu"] or f"{first['cpu']}, {first['cores']} cores"
+            value = number(scores, first["eval"]["splits"][split])
+            row = [f"`{name}`", f"{job.game} ({split})", f"{cell['steps']:,}", seeds, value, found["normalised"]]
+            row += [interval(scores), last_tenth(cell), shown, difference, machine]
+            lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def speed_table(results: Path = RESULTS) -> list[str]:
+    """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time."""
+    lines = ["| command | steps/s | baseline | ratio, wall time | CPU time | commit |", "|" + "---|" * 6]
+    for path in sorted((results / "speed").glob("*.json")):
+        found = json.loads(path.read_text())
+        ours, (name, theirs) = found["results"]["script"], [*found["results"].items()][-1]
+        row = [f"`{found['command'].split(' --json')[0].removeprefix('python benchmark/')}`"]
+        row += [", ".join(f"{r['sps']:,.0f}" for r in ours)]
+        if name != "script":
+            wall, cpu = found["wall_ratios"], [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
+            row += [f"{name}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs)]
+            row += [f"{statistics.median(wall):.2f} ({min(wall):.2f} to {max(wall):.2f})"]
+            row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
+        else:
+            row += ["-", "-", "-"]
+        lines.append("| " + " | ".join([*row, found["git"][:7] if found["git"] else "-"]) + " |")
+    return lines
+
+
+INTRODUCTION = """# Results
+
+Generated by `python benchmark/report.py` from `benchmark/results`, not edited by hand. One command reruns a row:
+`python benchmark/run.py --suite SUITE --only SCRIPT/GAME`. Scores are of the final evaluation, actions sampled.
+"Normalised" is the share of the way from a game's random to its human score (Atari), or from R_min to R_max (Procgen).
+"""
+
+
+def report(results: Path = RESULTS) -> str:
+    """The text of benchmark/README.md."""
+    entries, text = cells(results), [INTRODUCTION]
+    for suite in matrix.SUITES:
+        own = [cell for cell in entries if cell["job"].suite == suite]
+        if own:
+            text += [f"## {suite}", "", *table(own), ""]
+    text += [
+        "## Speed",
+        "",
+        *speed_table(results),
+        "",
+        "Interactive: `results/index.html`. Plots: `results/plots`.",
+        "",
+    ]
+    return "\n".join(text)
+
+
+def plots(results: Path = RESULTS):
+    """Training curves of each cell that has some, the published checkpoints drawn in."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points, folder = reference(), results / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    for cell in cells(results):
+        curves, job = {seed: c for seed, c in cell["curves"].items() if c}, cell["job"]
+        if not curves:
+            continue
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for seed, values in curves.items():
+            axes.plot(*zip(*values, strict=True), linewidth=1, label=f"seed {seed}")
+        entry = PUBLISHED.get((job.script, levels(job.flags)))
+        series = points.get((entry[0], job.game, entry[1]), {}) if entry else {}
+        known = [(step, score) for step, score in sorted(series.items()) if step <= 1.1 * cell["steps"]]
+        if known:
+            axes.plot(*zip(*known, strict=True), "k*", label=f"{entry[2]} ({entry[3]})")
+        axes.set(title=f"{job.variant} {job.game}", xlabel="agent steps", ylabel="training return")
+        axes.legend(fontsize="small")
+        name = f"{job.suite}_{job.variant.replace(':', '-')}_{job.game}.png"
+        figure.savefig(folder / name, dpi=100, metadata={"Software": None})
+        pyplot.close(figure)
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Results</title>
+<style>body{font:15px/1.4 sans-serif;margin:2em;max-width:80em}table{border-collapse:collapse;margin:1em 0}
+td,th{border:1px solid #bbb;padding:.2em .5em;text-align:left}svg{background:#fafafa;margin:.5em}
+.miss{color:#a00}figure{display:inline-block;margin:.5em}</style><h1>Results</h1>
+<p>Script <select id="script"></select> Game <select id="game"></select> <span id="count"></span></p>
+<div id="out"></div><script>
+const cells = CELLS;
+const pick = id => document.getElementById(id);
+for (const [id, key] of [["script", "script"], ["game", "game"]]) {
+  for (const value of ["all", ...new Set(cells.map(c => c[key]))]) pick(id).add(new Option(value));
+  pick(id).onchange = show;
+}
+function plot(cell) {
+  const all = cell.curves.flat().concat(cell.known), w = 420, h = 220, pad = 40;
+  if (!all.length) return "";
+  const xs = all.map(p => p[0]), ys = all.map(p => p[1]), top = Math.max(...xs), low = Math.min(...ys, 0), high = Math.max(...ys);
+  const x = v => pad + v / top * (w - 2 * pad), y = v => h - pad - (v - low) / (high - low || 1) * (h - 2 * pad);
+  const lines = cell.curves.map((c, i) => `<polyline fill="none" stroke="hsl(${i * 97 + 210},60%,45%)" points="${c.map(p => x(p[0]) + "," + y(p[1])).join(" ")}"/>`);
+  const stars = cell.known.map(p => `<text x="${x(p[0])}" y="${y(p[1])}" text-anchor="middle">&#9733;</text>`);
+  return `<figure><svg width="${w}" height="${h}">${lines.join("")}${stars.join("")}<text x="2" y="${y(high)}" font-size="11">${high.toPrecision(3)}</text>` +
+    `<text x="2" y="${y(low)}" font-size="11">${low.toPrecision(3)}</text><text x="${w - 90}" y="${h - 8}" font-size="11">${top.toLocaleString()} steps</text></svg><figcaption>${cell.title}</figcaption></figure>`;
+}
+function show() {
+  const chosen = cells.filter(c => ["script", "game"].every(k => ["all", c[k]].includes(pick(k).value)));
+  pick("count").textContent = chosen.length + " cells";
+  const rows = chosen.map(c => `<tr class="${c.n ? "" : "miss"}"><td>${[c.suite, c.script, c.variant, c.game, c.steps.toLocaleString(), c.n || "not run", c.score, c.published, c.command].join("<td>")}</tr>`);
+  pick("out").innerHTML = `<table><tr><th>${["suite", "script", "setting", "game", "steps", "seeds", "evaluation", "published", "command"].join("<th>")}</tr>${rows.join("")}</table>${chosen.map(plot).join("")}`;
+}
+show();
+</script></html>
+"""  # noqa: E501
+
+
+def page(results: Path = RESULTS) -> str:
+    """results/index.html: tables, curves and filters in one file, without a server."""
+    points, data = reference(), []
+    for cell in cells(results):
+        job, theirs = cell["job"], cell["published"]
+        entry = PUBLISHED.get((job.script, levels(job.flags)))
+        series = points.get((entry[0], job.game, entry[1]), {}) if entry else {}
+        scores = [f"{split}: {number(found['scores'])}" for split, found in cell["splits"].items()]
+        failed = [f"failed: {html.escape(error.splitlines()[-1])}" for error in cell["failed"]]
+        row = dict(suite=job.suite, script=job.script, variant=job.variant.partition(":")[2], game=job.game)
+        row |= dict(n=len(cell["done"]), steps=cell["steps"], score="; ".join([*scores, *failed]) or "-")
+        row |= dict(published=f"{theirs[0]:.2f} ({theirs[1]})" if theirs else "none at these steps")
+        row |= dict(command=html.escape(" ".join(job.command)), title=f"{job.variant} {job.game}")
+        row |= dict(curves=[c[:: max(len(c) // 200, 1)] for c in cell["curves"].values()])
+        row |= dict(known=[p for p in sorted(series.items()) if row["n"] and p[0] <= 1.1 * cell["steps"]])
+        data.append(row)
+    return PAGE.replace("CELLS", json.dumps(data).replace("</", "<\\/"))
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the committed files are not these")
+    options = parser.parse_args(argv)
+    files = {ROOT / "benchmark" / "README.md": report(), RESULTS / "index.html": page()}
+    if options.check:
+        old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+        print("\n".join(f"{path}: not what the results generate" for path in old) or "as generated")
+        return int(bool(old))
+    for path, text in files.items():
+        matrix.write_atomically(path, text)
+    plots()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

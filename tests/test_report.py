@@ -1,0 +1,110 @@
+"""benchmark/report.py: what the tables say is what the results say."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import report  # noqa: E402
+import run  # noqa: E402
+
+
+def write(results, suite, name, mean, steps=7_996_800, error=None, curve=((4_000_000, 1.0), (7_996_800, 3.0))):
+    found = dict(
+        status="failed" if error else "done", error=error, steps=steps, gpu=None, cpu="CPU", cores=2, git="abc"
+    )
+    splits = {"test": dict(returns=[mean], mean=mean, stderr=0.5, normalized={})}
+    found |= dict(eval=None if error else dict(splits=splits))
+    path = results / suite / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
+    rows = "".join(f"{step},{value}\n" for step, value in curve)
+    path.with_suffix(".csv").write_text("step,episode/return\n" + rows)
+
+
+def rows(text, start):
+    return [[x.strip() for x in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith(f"| {start}")]
+
+
+def test_committed_tables_are_generated():
+    """Nobody edited them, nobody forgot to generate them."""
+    assert report.main(["--check"]) == 0
+
+
+def test_tables_by_hand(tmp_path):
+    """One seed says so; a gap stands beside its published number; a failure shows its error."""
+    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
+    write(tmp_path, "gpu", "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nppo_procgen.py: no memory | left")
+    text = report.report(tmp_path)
+    bigfish, coinrun, starpilot = (
+        next(row for row in rows(text.split("## gpu")[1], "`ppo_procgen`") if row[1].startswith(game))
+        for game in ("bigfish", "coinrun", "starpilot")
+    )
+    assert bigfish[1:6] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (+- 0.50 over games)", f"{11 / 39:.3f}"]
+    theirs = float(bigfish[8].split(",")[0])
+    assert theirs == pytest.approx(9.57, abs=0.01) and float(bigfish[9]) == pytest.approx(12 - theirs, abs=0.01)
+    assert bigfish[7] == "3.00" and bigfish[10] == "CPU, 2 cores"
+    assert "failed: ppo_procgen.py: no memory / left" in coinrun and coinrun[3] == "0"
+    assert starpilot[4] == "**not run**" and starpilot[8].startswith("29.5")
+
+
+def test_seeds(tmp_path):
+    """Mean and standard error over seeds; with three the interquartile mean in its interval."""
+    scores = [1.0, 2.0, 6.0]
+    for seed, score in enumerate(scores, 1):
+        curve = ((100, 0.0), (61_000, score), (61_440, score + 1))
+        write(tmp_path, "cpu", f"ppo_procgen/starpilot/seed{seed}", score, 61_440, curve=curve)
+    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen`") if "61,440" in row]
+    error = np.std(scores, ddof=1) / 3**0.5
+    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"] and row[7] == f"3.50 +- {error:.2f}"
+    mean, low, high = map(float, re.findall(r"[\d.]+", row[6]))
+    from scipy import stats
+
+    assert mean == pytest.approx(stats.trim_mean(scores, 0.25), abs=0.01) and low == 1 and high == 6
+    assert row[8] == "none at these steps" and row[9] == "-"
+
+
+def test_published_is_the_nearest_within_a_tenth():
+    job, points = run.jobs_of("gpu", "ppo_procgen/bigfish")[0], report.reference()
+    series = points["procgen", "bigfish", "all_levels_PPO"]
+    assert report.published(job, 8_400_000, points)[0] == series[7_995_392]
+    assert report.published(job, 6_000_000, points) is None
+    montezuma = run.jobs_of("gpu", "ppo_atari_snd")[0]  # published in frames, four to an agent step
+    assert report.published(montezuma, 128_000_000, points)[0] == pytest.approx(13_213, abs=10)
+
+
+def test_page_and_plots(tmp_path):
+    """One file that needs no other, with every cell's command; a plot for every curve."""
+    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
+    page = report.page(tmp_path)
+    assert "http" not in page.split("<script>")[0] and "src=" not in page and "href=" not in page
+    data = json.loads(re.search(r"const cells = (.*);\n", page)[1])
+    assert len(data) == len(report.cells(tmp_path)) and data[0]["command"].startswith("python ")
+    (cell,) = [cell for cell in data if cell["n"]]
+    assert cell["game"] == "bigfish" and cell["curves"] == [[[4_000_000, 1.0], [7_996_800, 3.0]]] and cell["known"]
+    report.plots(tmp_path)
+    (picture,) = (tmp_path / "plots").iterdir()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_page_in_a_browser(tmp_path):
+    """Debian's chromium draws the committed page: the filter counts all cells, the curves are there."""
+    browser = shutil.which("chromium")
+    assert browser, "apt-get install chromium"
+    page, picture = ROOT / "benchmark" / "results" / "index.html", tmp_path / "page.png"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
+    cells = report.cells()
+    drawn = sum(any(curve for curve in cell["curves"].values()) for cell in cells)
+    assert f"{len(cells)} cells" in done.stdout and done.stdout.count("<polyline") >= drawn > 0
+    assert done.stdout.count("<tr") == len(cells) + 1
+    size = ["--window-size=1400,2000", f"--screenshot={picture}"]
+    subprocess.run([*command, *size, page.as_uri()], capture_output=True, timeout=120, check=True)
+    assert picture.stat().st_size > 20_000
