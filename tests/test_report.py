@@ -101,10 +101,12 @@ def test_page_in_a_browser(tmp_path):
     page, picture = ROOT / "benchmark" / "results" / "index.html", tmp_path / "page.png"
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run([*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120)
-    cells = report.cells()
+    body, cells = done.stdout.split("<script>")[0], report.cells()
     drawn = sum(any(curve for curve in cell["curves"].values()) for cell in cells)
-    assert f"{len(cells)} cells" in done.stdout and done.stdout.count("<polyline") >= drawn > 0
-    assert done.stdout.count("<tr") == len(cells) + 1
+    assert f"{len(cells)} cells" in body and body.count("<polyline") >= drawn > 0
+    assert body.count("<tr") == len(cells) + 1 and body.count("<option") == 2 + len(
+        {cell["job"].script for cell in cells}
+    ) + len({cell["job"].game for cell in cells})
     size = ["--window-size=1400,2000", f"--screenshot={picture}"]
     subprocess.run([*command, *size, page.as_uri()], capture_output=True, timeout=120, check=True)
     assert picture.stat().st_size > 20_000
