@@ -9,9 +9,10 @@ the ratio of each pair is printed: on a machine whose speed drifts the ratio mea
 Run it with nothing else running. CPU seconds are those of all threads; peak memory is the largest resident set.
 
 The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a
-padded max-pool, a whole minibatch in one forward and backward, no compilation. For appo_atari there are two more:
-"sync" (the script itself, without overlap) and "sample-factory" (version 2.1.1 in a virtual environment of its own,
-whose python --sample-factory names; pip install sample-factory==2.1.1 "gymnasium<1" ale-py==0.10.1 "numpy<2").
+padded max-pool, a whole minibatch in one forward and backward, no compilation. It stands for CleanRL too, whose package
+in the registry is too old. "sync" is an asynchronous script without overlap, "ppo" and "rnd" are the sibling script at
+equal sizes. Peers run with a python of their own, --peer-python (benchmark/peers.sh makes them): "sample-factory"
+(2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
 """
 
 import argparse
@@ -445,6 +446,53 @@ def sample_factory(name: str, args, seconds: float, python: str) -> dict:
     return dict(variant=name, sps=sps, peak_gib=unknown, env_only_sps=unknown, seconds_a_step=dict(cpu=unknown))
 
 
+SB3 = """
+import json, resource, sys, time
+import ale_py, gymnasium
+gymnasium.register_envs(ale_py)
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecFrameStack
+
+o = json.loads(sys.argv[1])
+marks = []
+
+class Clock(BaseCallback):
+    def _on_rollout_start(self):
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        marks.append((time.perf_counter(), used.ru_utime + used.ru_stime))
+
+    def _on_step(self):
+        return True
+
+envs = VecFrameStack(make_atari_env(f"{o['game']}NoFrameskip-v4", n_envs=o["num_envs"], seed=1), 4)
+options = dict(n_steps=o["num_steps"], batch_size=o["minibatch_size"], n_epochs=o["update_epochs"], device=o["device"])
+model = PPO("CnnPolicy", envs, **options, learning_rate=2.5e-4, clip_range=0.1, ent_coef=0.01, normalize_advantage=True)
+batch = o["num_steps"] * o["num_envs"]
+model.learn(batch * (o["warmup"] + o["iterations"] + 1), callback=Clock())
+(begin, cpu), (end, last) = marks[o["warmup"]], marks[o["warmup"] + o["iterations"]]
+steps, peak = batch * o["iterations"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps(dict(sps=steps / (end - begin), cpu=(last - cpu) / steps, peak=peak)))
+"""
+
+
+def sb3(name: str, args, options) -> dict:
+    """Stable-Baselines3's PPO with the same sizes; its environments are emulated one after the other."""
+    names = ("num_envs", "num_steps", "minibatch_size", "update_epochs")
+    sizes = {name: getattr(args, name) for name in names} | dict(warmup=options.warmup, iterations=options.iterations)
+    sizes |= dict(game=args.env_id.removesuffix("-v5"), device="cpu" if args.device == "cpu" else "auto")
+    command = [options.peer_python, "-c", SB3, json.dumps(sizes)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found = json.loads(done.stdout.splitlines()[-1])
+    unknown = float("nan")
+    return dict(variant=name, sps=found["sps"], peak_gib=found["peak"], env_only_sps=unknown) | dict(
+        seconds_a_step=dict(cpu=found["cpu"])
+    )
+
+
 def rnd(script, args) -> Stopwatch:
     """ppo_atari_rnd.py with the same policy, rows and passes, and target and predictor of the same size."""
     other = load("ppo_atari_rnd")
@@ -458,7 +506,7 @@ BASELINES = {
     "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd},
     "ppo_atari_snd": {"rnd": rnd},
     "impala_procgen": {"ppo": ppo, "sync": sync},
-    "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory},
+    "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory, "sb3": sb3},
 }
 
 
@@ -488,7 +536,9 @@ def child(name: str, options, flags: list[str]) -> dict:
         args = tyro.cli(script.Args, args=fixed + flags)
         variant, warmup = options.child, options.warmup
         if variant == "sample-factory":
-            return sample_factory(variant, args, options.seconds, options.sample_factory)
+            return sample_factory(variant, args, options.seconds, options.peer_python)
+        if variant == "sb3":
+            return sb3(variant, args, options)
         # Asynchronous actors begin nothing beyond the run's end: its last iterations have no acting to wait for.
         ahead = getattr(args, "num_batches_to_accumulate", -1) + 1 if variant == "script" else 0
         args.total_timesteps = (options.iterations + warmup + ahead) * args.batch_size
@@ -530,10 +580,9 @@ def main(argv=None) -> int:
     flags = argv[argv.index("--") + 1 :] if "--" in argv else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
-    parser.add_argument(
-        "--against", choices=["eager", "sync", "ppo", "rnd", "sample-factory"], help="alternate with this baseline"
-    )
-    parser.add_argument("--sample-factory", default="python", help="the python that has sample-factory[atari]")
+    baselines = sorted({name for own in BASELINES.values() for name in own})
+    parser.add_argument("--against", choices=baselines, help="alternate with this baseline")
+    parser.add_argument("--peer-python", default="python", help="the python that has sample-factory or sb3")
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
     parser.add_argument("--pairs", type=int, default=2, help="measurements of each (A B A B = 2)")
     parser.add_argument("--iterations", type=int, default=2, help="iterations measured in each process")
@@ -552,7 +601,7 @@ def main(argv=None) -> int:
         for variant, list_of_results in results.items():
             command = [sys.executable, __file__, options.script, "--child", variant]
             command += ["--iterations", str(options.iterations), "--warmup", str(options.warmup)]
-            command += ["--sample-factory", options.sample_factory, "--seconds", str(options.seconds), "--", *flags]
+            command += ["--peer-python", options.peer_python, "--seconds", str(options.seconds), "--", *flags]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 print(done.stderr or done.stdout, file=sys.stderr)

@@ -1,0 +1,20 @@
+#!/bin/bash
+# The implementations that benchmark/speed.py measures ours against, each in a virtual environment of its own.
+#
+#     bash benchmark/peers.sh FOLDER            # makes FOLDER/sample-factory and FOLDER/sb3
+#     python benchmark/speed.py appo_atari --against sb3 --peer-python FOLDER/sb3/bin/python
+#
+# CleanRL cannot be had this way: the registry's newest version, 0.4.8, is of 2021 and has neither its EnvPool nor its
+# Procgen script; later ones pin Python below 3.11. Its work is the "eager" baseline's: same sizes, same update.
+set -e
+folder=${1:?folder for the virtual environments}
+torch="torch==${TORCH:-2.13.0}"
+
+make() {
+    python -m venv "$folder/$1"
+    "$folder/$1/bin/pip" install -q "$torch" "${@:2}"
+    "$folder/$1/bin/pip" check
+}
+
+make sample-factory sample-factory==2.1.1 "gymnasium<1" ale-py==0.10.1 "numpy<2"
+make sb3 stable-baselines3==2.9.2 ale-py==0.11.2 opencv-python-headless
