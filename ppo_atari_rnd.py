@@ -1,4 +1,4 @@
-"""PPO with Random Network Distillation on Atari: Burda et al. 2018, arXiv:1810.12894, CNN policy, in one file.
+"""PPO with Random Network Distillation on Atari: Burda et al. 2018, arXiv:1810.12894, in one file.
 
     python ppo_atari_rnd.py --env-id MontezumaRevenge      # 492M agent steps = 1.97e9 frames, as published
 
@@ -10,7 +10,8 @@ Departures: EnvPool emulates (next-step autoreset: a game's last frame has a bon
 frame another, on the row whose ignored action is masked, theirs only the second; a new game fills the frame stack,
 theirs starts with zeros; one no-op frame at the start, which EnvPool cannot do without); a game cut at the time
 limit bootstraps from its last observation, theirs ends there; PyTorch's Adam adds its epsilon after the bias
-correction; their published scores are those of a recurrent policy. Effects not measured.
+correction; their published scores are those of the recurrent policy, here --memory gru with PyTorch's cell. Effects not
+measured.
 """
 
 import contextlib
@@ -82,9 +83,7 @@ class UsageError(ValueError):
 @dataclass
 class Args:
     # process: this first group may differ when a run is resumed or evaluated (ANEW)
-    resume: str | None = (
-        None  # run folder, or a checkpoint in it, to go on from, with its arguments; latest = newest run
-    )
+    resume: str | None = None  # go on from this run folder, or checkpoint in it; latest = newest of --run-dir
     evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
@@ -102,8 +101,8 @@ class Args:
     video: bool = False  # film the first game of the final evaluation: video/game.mp4
     track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
     quiet: bool = False  # no progress bar and no line an iteration
-    # run
     run_dir: str = "runs"  # folder of all runs
+    # run
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
     seed: int = 1  # weights, games, actions, predictor's rows: equal CPU runs write equal metrics
     # environment
@@ -171,14 +170,14 @@ class Args:
             allowed = ", ".join(str(n * self.num_steps) for n in range(1, self.num_envs + 1) if self.num_envs % n == 0)
             rule = f"rows of whole environments: {allowed}" if self.minibatches == "envs" else f"a divisor of {batch}"
             raise UsageError(f"--minibatch-size {self.minibatch_size}: must be {rule}")
-        if self.memory == "gru" and (self.net != "openai" or self.minibatches != "envs"):
-            raise UsageError("--memory gru: only with --net openai and --minibatches envs")
+        if self.memory == "gru" and (self.net != "openai" or self.minibatches != "envs" or self.compile):
+            raise UsageError("--memory gru: only with --net openai and --minibatches envs, not with --compile")
         if self.resume is not None and self.evaluate is not None:
             raise UsageError("--resume, --evaluate: one of the two")
         schedule(0, self.lr, "--lr")
 
 
-ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_dir")]
+ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_name")]
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -284,8 +283,8 @@ class Agent(nn.Module):
         size, self.memory = self.trunk(torch.zeros(1, *obs_shape)).shape[1], 256 * gru
         self.hidden1, width = layer(nn.Linear(size, 256)), 256 if gru else 448
         self.hidden2 = nn.GRUCell(256, 256) if gru else layer(nn.Linear(256, 448))
-        for gates in (self.hidden2.weight_ih, self.hidden2.weight_hh) if gru else ():
-            nn.init.orthogonal_(gates)
+        for name, gates in self.hidden2.named_parameters() if gru else ():
+            nn.init.orthogonal_(gates) if name.startswith("weight") else nn.init.zeros_(gates)
         self.residual_policy = layer(nn.Linear(width, width), 0.1)
         self.residual_value = layer(nn.Linear(width, width), critic_init)
         self.policy, self.value = layer(nn.Linear(width, num_actions), 0.01), layer(nn.Linear(width, 2), 0.01)
@@ -296,7 +295,7 @@ class Agent(nn.Module):
         if self.memory:
             steps, fresh, states = x.view(len(memory), -1, 256), fresh.view(len(memory), -1, 1), []
             for t in range(steps.shape[1]):
-                memory = self.hidden2(steps[:, t], memory * (1 - fresh[:, t]))
+                memory = self.hidden2(steps[:, t], memory * (1 - fresh[:, t])).float()
                 states.append(memory)
             x = torch.stack(states, 1).flatten(0, 1)
         else:
@@ -336,7 +335,6 @@ class Variant(nn.Module):
         for width in widths:
             self.trunk.extend([layer(nn.Linear(size, width)), nn.ReLU()])
             size = width
-        del self.trunk[-1]  # the heads see linear features
         self.hidden_policy, self.hidden_value = (
             layer(nn.Linear(size, size), 0.01),
             layer(nn.Linear(size, size), critic_init),
@@ -346,7 +344,8 @@ class Variant(nn.Module):
 
     def forward(self, obs, memory=None, fresh=None):
         x = self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)
-        policy, value = F.relu(self.hidden_policy(F.relu(x))), F.relu(self.hidden_value(x)) + x * self.residual
+        policy, value = F.relu(self.hidden_policy(x)), self.hidden_value(x)
+        value = F.relu(value) + value * self.residual
         with torch.autocast(x.device.type, enabled=False):
             return self.policy(policy.float()), self.value(value.float()), memory
 
@@ -740,15 +739,16 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
         if folder:
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
             print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
-            write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
             table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
-            write_atomically(folder / "eval.csv", table.encode())
         if film:
             import imageio.v3 as imageio
 
             (folder / "video").mkdir(exist_ok=True)
             film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
             imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
+    if folder:  # when all is played: their presence says that a run is complete
+        write_atomically(folder / "eval.csv", table.encode())
+        write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
     return results
 
 
@@ -822,7 +822,7 @@ class Run(contextlib.AbstractContextManager):
             self.written = now
             if keep := self.args.keep_checkpoints:
                 self.write(f"step_{step}.pt")
-                for old in sorted(self.folder.glob("step_*.pt"), key=lambda path: int(path.stem[5:]))[:-keep]:
+                for old in sorted(self.folder.glob("step_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
                     old.unlink()
         if late or self.completed:
             self.bar.close()
@@ -908,10 +908,10 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     if source is None:
         return None
     path = Path(source or "(empty)")
-    if source == "latest":
-        runs = Path(args.run_dir).glob("*/checkpoint.pt")
-        runs = [run for run in runs if f'"{SCRIPT}"' in run.with_name("config.json").read_text()]
-        path = max(runs, key=lambda run: run.stat().st_mtime, default=Path(args.run_dir))
+    if args.resume == "latest":
+        configs, own = Path(args.run_dir).glob("*/config.json"), f'"script": "{SCRIPT}"'.encode()
+        runs = [file.with_name("checkpoint.pt") for file in configs if own in file.read_bytes()]
+        path = max((run for run in runs if run.exists()), key=os.path.getmtime, default=Path(args.run_dir))
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
         if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums

@@ -83,9 +83,7 @@ class UsageError(ValueError):
 @dataclass
 class Args:
     # process: this first group may differ when a run is resumed or evaluated (ANEW)
-    resume: str | None = (
-        None  # run folder, or a checkpoint in it, to go on from, with its arguments; latest = newest run
-    )
+    resume: str | None = None  # go on from this run folder, or checkpoint in it; latest = newest of --run-dir
     evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
@@ -103,8 +101,8 @@ class Args:
     video: bool = False  # film the first game of each split of the final evaluation: video/*.mp4
     track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
     quiet: bool = False  # no progress bar and no line an iteration
-    # run
     run_dir: str = "runs"  # folder of all runs
+    # run
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
     seed: int = 1  # weights, actions, minibatches, levels: equal CPU runs write equal metrics
     # environment
@@ -163,7 +161,7 @@ class Args:
         schedule(0, self.lr, "--lr"), schedule(0, self.ent_coef, "--ent-coef")
 
 
-ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_dir")]
+ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_name")]
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -613,15 +611,16 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
         if folder:
             error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
             print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
-            write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
             table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
-            write_atomically(folder / "eval.csv", table.encode())
         if film:
             import imageio.v3 as imageio
 
             (folder / "video").mkdir(exist_ok=True)
             film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
             imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
+    if folder:  # when all is played: their presence says that a run is complete
+        write_atomically(folder / "eval.csv", table.encode())
+        write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
     return results
 
 
@@ -695,7 +694,7 @@ class Run(contextlib.AbstractContextManager):
             self.written = now
             if keep := self.args.keep_checkpoints:
                 self.write(f"step_{step}.pt")
-                for old in sorted(self.folder.glob("step_*.pt"), key=lambda path: int(path.stem[5:]))[:-keep]:
+                for old in sorted(self.folder.glob("step_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
                     old.unlink()
         if late or self.completed:
             self.bar.close()
@@ -781,10 +780,10 @@ def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
     if source is None:
         return None
     path = Path(source or "(empty)")
-    if source == "latest":
-        runs = Path(args.run_dir).glob("*/checkpoint.pt")
-        runs = [run for run in runs if f'"{SCRIPT}"' in run.with_name("config.json").read_text()]
-        path = max(runs, key=lambda run: run.stat().st_mtime, default=Path(args.run_dir))
+    if args.resume == "latest":
+        configs, own = Path(args.run_dir).glob("*/config.json"), f'"script": "{SCRIPT}"'.encode()
+        runs = [file.with_name("checkpoint.pt") for file in configs if own in file.read_bytes()]
+        path = max((run for run in runs if run.exists()), key=os.path.getmtime, default=Path(args.run_dir))
     try:
         path = path / "checkpoint.pt" if path.is_dir() else path
         if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums

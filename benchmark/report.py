@@ -5,7 +5,8 @@
 
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
 in results/speed/*.json and the published numbers in benchmark/reference/. A cell of the matrix that was not run is a
-gap, shown beside its published number; a failed one shows its error. With three seeds or more the interquartile mean
+gap, shown beside its published number (of the large suites only what has a result is shown); a failed one shows its
+error. With three seeds or more the interquartile mean
 and its 95 % bootstrap interval (rliable, Agarwal et al. 2021) stand beside the mean.
 """
 
@@ -24,14 +25,18 @@ import run as matrix  # noqa: E402
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SHOWN = ("long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
-PUBLISHED = {  # (script, flag of its level set): file, column value, what it is, how its protocol differs
-    ("ppo_procgen", ""): ("procgen", "all_levels_PPO", "OpenAI's PPO", "another network and batch; training return"),
-    ("impala_procgen", ""): ("procgen", "all_levels_PPO", "OpenAI's PPO", "PPO, not IMPALA; training return"),
-    ("ppo_procgen", "200"): ("procgen", "test_full_PPO", "OpenAI's PPO, test levels", "training-time return"),
-    ("ppo_atari_rnd", ""): ("atari", "RND", "RND paper", "recurrent policy, no forced no-op"),
-    ("ppo_atari_snd", ""): ("atari", CND_21, "cnd_21", "one environment's running mean"),
-    ("appo_atari", ""): ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", "PPO, 10M steps"),
-}  # fmt: skip
+PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
+    ("ppo_procgen", "", "test"): [
+        ("procgen", "all_levels_PPO", "OpenAI's PPO", "another network and batch; training return"),
+        ("procgen", "competition_8th_place_PPO_wide", "the competition entry", "one run, its evaluation"),
+    ],
+    ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", "PPO, not IMPALA; training return")],
+    ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", "training return")],
+    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "return during training")],
+    ("ppo_atari_rnd", "", "game"): [("atari", "RND", "RND paper", "recurrent policy, no forced no-op")],
+    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "cnd_21", "one environment's running mean")],
+    ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", "PPO")],
+}
 
 
 def reference() -> dict:
@@ -54,14 +59,25 @@ def levels(flags: str) -> str:
     return words[words.index("--num-levels") + 1] if "--num-levels" in words else ""
 
 
-def published(job, steps: int, points: dict):
-    """(number, what it is, how its protocol differs) at the published step nearest to ours, within a tenth; or None."""
-    entry = PUBLISHED.get((job.script, levels(job.flags)))
-    series = points.get((entry[0], job.game, entry[1]), {}) if entry else {}
-    near = [step for step in series if abs(step - steps) <= 0.1 * steps]
-    if not near:
-        return None
-    return series[min(near, key=lambda step: abs(step - steps))], entry[2], entry[3]
+def published(job, split: str, steps: int, points: dict) -> list:
+    """[(number, what it is, how its protocol differs)] at the published step nearest to ours, within a tenth."""
+    found = []
+    for file, name, what, how in PUBLISHED.get((job.script, levels(job.flags), split), ()):
+        series = points.get((file, job.game, name), {})
+        near = [step for step in series if abs(step - steps) <= 0.1 * steps]
+        if near:
+            found.append((series[min(near, key=lambda step: abs(step - steps))], what, how))
+    return found
+
+
+def checkpoints(job, steps: int, points: dict) -> list:
+    """(what, [(step, score)]) of what is published of the training split up to our number of steps."""
+    splits = [split for split in ("train", "game", "test") if (job.script, levels(job.flags), split) in PUBLISHED]
+    curves = []
+    for file, name, what, how in PUBLISHED[job.script, levels(job.flags), splits[0]] if splits else ():
+        series = sorted(points.get((file, job.game, name), {}).items())
+        curves.append((f"{what} ({how})", [point for point in series if point[0] <= 1.1 * steps]))
+    return [(what, known) for what, known in curves if known]
 
 
 def normalised(job, score: float, points: dict) -> str:
@@ -98,12 +114,13 @@ def steps_of(job) -> int:
     return args.iterations * args.batch_size
 
 
-def curve(path: Path) -> list[tuple[int, float]]:
-    """(step, mean return) of the rows in which games ended."""
+def curve(path: Path) -> list[tuple[int, float, float]]:
+    """(step, mean return, number of games) of the rows in which games ended."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
-        return [(int(r["step"]), float(r["episode/return"])) for r in csv.DictReader(file) if r["episode/return"]]
+        rows = [row for row in csv.DictReader(file) if row["episode/return"]]
+    return [(int(row["step"]), float(row["episode/return"]), float(row["episode/count"])) for row in rows]
 
 
 def cells(results: Path = RESULTS) -> list[dict]:
@@ -123,9 +140,15 @@ def cells(results: Path = RESULTS) -> list[dict]:
                 continue
             job, finished = jobs[0], [d for d in done.values() if d["status"] == "done"]
             steps = finished[0]["steps"] if finished else steps_of(job)
-            cell = dict(job=job, steps=steps, done=finished, published=published(job, steps, points))
+            split = {"train", "test"} if levels(job.flags) else {"test", "game"}
+            cell = dict(job=job, steps=steps, done=finished)
+            cell["published"] = {name: published(job, name, steps, points) for name in sorted(split)}
+            cell["checkpoints"] = checkpoints(job, steps, points)
             cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
-            cell["curves"] = {seed: curve(results / suite / f"{job.name[:-1]}{seed}.csv") for seed in done}
+            cell["curves"] = {
+                d["seed"]: curve((results / suite / f"{job.name}.csv").with_name(f"seed{d['seed']}.csv"))
+                for d in finished
+            }
             cell["splits"] = {}
             for split in finished[0]["eval"]["splits"] if finished else ():
                 scores = [d["eval"]["splits"][split]["mean"] for d in finished]
@@ -143,10 +166,10 @@ def number(scores: list[float], evaluation: dict | None = None) -> str:
 
 
 def last_tenth(cell: dict) -> str:
-    """Mean training return over the last tenth of the steps, over seeds."""
-    ends = [[value for step, value in curve if step > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
-    ends = [statistics.mean(values) for values in ends if values]
-    return number(ends) if ends else "-"
+    """Mean training return over the games of the last tenth of the steps, over seeds."""
+    ends = [[row[1:] for row in curve if row[0] > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
+    means = [sum(value * games for value, games in end) / sum(games for _, games in end) for end in ends if end]
+    return number(means) if means else "-"
 
 
 HEADER = """| script | game | steps | n | evaluation | normalised | interquartile mean | training, last tenth |
@@ -156,30 +179,34 @@ HEADER = """| script | game | steps | n | evaluation | normalised | interquartil
 def table(entries: list[dict]) -> list[str]:
     lines = [HEADER, "|" + "---|" * 11]
     for cell in entries:
-        job, theirs = cell["job"], cell["published"]
-        shown = f"{theirs[0]:.2f}, {theirs[1]} ({theirs[2]})" if theirs else "none at these steps"
-        name = job.variant.replace(":", ", ")
-        if cell["failed"] and not cell["done"]:
-            error = cell["failed"][0].splitlines()[-1].replace("|", "/")
-            lines.append(
-                f"| `{name}` | {job.game} | {cell['steps']:,} | 0 | failed: {error} | - | - | - | {shown} | - | - |"
-            )
-            continue
+        job, failed = cell["job"], len(cell["failed"])
+        start, steps = f"| `{job.name.rpartition('/')[0]}` |", f"{cell['steps']:,}"
         if not cell["done"]:
-            lines.append(
-                f"| `{name}` | {job.game} | {cell['steps']:,} | 0 | **not run** | - | - | - | {shown} | - | - |"
-            )
-            continue
+            theirs = [entry for entries in cell["published"].values() for entry in entries]
+            state = f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}" if failed else "**not run**"
+            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | - | - | {shown(theirs)} | - | - |")
         for split, found in cell["splits"].items():
-            scores, first = found["scores"], cell["done"][0]
-            seeds = "1 seed" if len(scores) == 1 else f"{len(scores)} seeds"
-            difference = f"{statistics.mean(scores) - theirs[0]:+.2f}" if theirs else "-"
+            scores, first, theirs = found["scores"], cell["done"][0], cell["published"].get(split, [])
+            seeds = ("1 seed" if len(scores) == 1 else f"{len(scores)} seeds") + f", {failed} failed" * bool(failed)
+            difference = ", ".join(f"{statistics.mean(scores) - entry[0]:+.2f}" for entry in theirs) or "-"
             machine = first["gpu"] or f"{first['cpu']}, {first['cores']} cores"
             value = number(scores, first["eval"]["splits"][split])
-            row = [f"`{name}`", f"{job.game} ({split})", f"{cell['steps']:,}", seeds, value, found["normalised"]]
-            row += [interval(scores), last_tenth(cell), shown, difference, machine]
-            lines.append("| " + " | ".join(row) + " |")
+            row = [f"{job.game} ({split})", steps, seeds, value, found["normalised"], interval(scores)]
+            row += [last_tenth(cell), shown(theirs), difference, machine]
+            lines.append(" ".join([start, " | ".join(row), "|"]))
     return lines
+
+
+def shown(theirs: list) -> str:
+    return "; ".join(f"{score:.2f}, {what} ({how})" for score, what, how in theirs) or "none at these steps"
+
+
+def mean_normalised(entries: list[dict]) -> str:
+    """The mean over the games of a row of a suite, once all of them have a result."""
+    values = [cell["splits"].get("test", {}).get("normalised", "-") for cell in entries]
+    if len(values) < 2 or "-" in values:
+        return ""
+    return f"Mean normalised score over {len(values)} games: {statistics.mean(map(float, values)):.3f}."
 
 
 def speed_table(results: Path = RESULTS) -> list[str]:
@@ -204,8 +231,9 @@ def speed_table(results: Path = RESULTS) -> list[str]:
 INTRODUCTION = """# Results
 
 Generated by `python benchmark/report.py` from `benchmark/results`, not edited by hand. One command reruns a row:
-`python benchmark/run.py --suite SUITE --only SCRIPT/GAME`. Scores are of the final evaluation, actions sampled.
-"Normalised" is the share of the way from a game's random to its human score (Atari), or from R_min to R_max (Procgen).
+`python benchmark/run.py --suite SUITE --only SCRIPT/GAME`, as the table names them. Scores are of the final evaluation,
+actions sampled. "Normalised" is the share of the way from a game's random to its human score (Atari), or from R_min to
+R_max (Procgen).
 """
 
 
@@ -216,6 +244,9 @@ def report(results: Path = RESULTS) -> str:
         own = [cell for cell in entries if cell["job"].suite == suite]
         if own:
             text += [f"## {suite}", "", *table(own), ""]
+            for variant in dict.fromkeys(cell["job"].variant for cell in own):
+                mean = mean_normalised([cell for cell in own if cell["job"].variant == variant])
+                text += [f"`{variant}`: {mean}", ""] if mean else []
     text += [
         "## Speed",
         "",
@@ -234,7 +265,7 @@ def plots(results: Path = RESULTS):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    points, folder = reference(), results / "plots"
+    folder = results / "plots"
     folder.mkdir(parents=True, exist_ok=True)
     for cell in cells(results):
         curves, job = {seed: c for seed, c in cell["curves"].items() if c}, cell["job"]
@@ -242,12 +273,9 @@ def plots(results: Path = RESULTS):
             continue
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         for seed, values in curves.items():
-            axes.plot(*zip(*values, strict=True), linewidth=1, label=f"seed {seed}")
-        entry = PUBLISHED.get((job.script, levels(job.flags)))
-        series = points.get((entry[0], job.game, entry[1]), {}) if entry else {}
-        known = [(step, score) for step, score in sorted(series.items()) if step <= 1.1 * cell["steps"]]
-        if known:
-            axes.plot(*zip(*known, strict=True), "k*", label=f"{entry[2]} ({entry[3]})")
+            axes.plot(*[*zip(*values, strict=True)][:2], linewidth=1, label=f"seed {seed}")
+        for marker, (what, known) in zip("*^", cell["checkpoints"], strict=False):
+            axes.plot(*zip(*known, strict=True), f"k{marker}", label=what)
         axes.set(title=f"{job.variant} {job.game}", xlabel="agent steps", ylabel="training return")
         axes.legend(fontsize="small")
         name = f"{job.suite}_{job.variant.replace(':', '-')}_{job.game}.png"
@@ -290,19 +318,17 @@ show();
 
 def page(results: Path = RESULTS) -> str:
     """results/index.html: tables, curves and filters in one file, without a server."""
-    points, data = reference(), []
+    data = []
     for cell in cells(results):
-        job, theirs = cell["job"], cell["published"]
-        entry = PUBLISHED.get((job.script, levels(job.flags)))
-        series = points.get((entry[0], job.game, entry[1]), {}) if entry else {}
+        job, theirs = cell["job"], [entry for entries in cell["published"].values() for entry in entries]
         scores = [f"{split}: {number(found['scores'])}" for split, found in cell["splits"].items()]
         failed = [f"failed: {html.escape(error.splitlines()[-1])}" for error in cell["failed"]]
         row = dict(suite=job.suite, script=job.script, variant=job.variant.partition(":")[2], game=job.game)
         row |= dict(n=len(cell["done"]), steps=cell["steps"], score="; ".join([*scores, *failed]) or "-")
-        row |= dict(published=f"{theirs[0]:.2f} ({theirs[1]})" if theirs else "none at these steps")
+        row |= dict(published=shown(theirs))
         row |= dict(command=html.escape(" ".join(job.command)), title=f"{job.variant} {job.game}")
-        row |= dict(curves=[c[:: max(len(c) // 200, 1)] for c in cell["curves"].values()])
-        row |= dict(known=[p for p in sorted(series.items()) if row["n"] and p[0] <= 1.1 * cell["steps"]])
+        row |= dict(curves=[[r[:2] for r in c[:: max(len(c) // 200, 1)]] for c in cell["curves"].values()])
+        row |= dict(known=[point for _, known in cell["checkpoints"] for point in known if row["n"]])
         data.append(row)
     return PAGE.replace("CELLS", json.dumps(data).replace("</", "<\\/"))
 

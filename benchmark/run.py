@@ -27,6 +27,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBC = ctypes.CDLL(None)  # loaded before any thread forks
 PROCGEN = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja
 plunder starpilot""".split()
 ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling Boxing
@@ -126,7 +127,7 @@ def thin(rows: list[dict], most: int = 500) -> list[dict]:
             weights = [float(r["episode/count"] or 0) if name.startswith("episode/") else 1.0 for r in part]
             values = [(float(r[name]), w) for r, w in zip(part, weights, strict=True) if r[name] != ""]
             total = sum(weight for _, weight in values)
-            if name in ("step", "iteration"):
+            if name in ("step", "iteration", "episode/rooms_ever"):
                 row[name] = part[-1][name]
             elif name == "episode/count":
                 row[name] = f"{sum(value for value, _ in values):g}"
@@ -165,16 +166,20 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     return text, result
 
 
-def with_parent():
-    """In the child: SIGTERM when the parent dies, so that a killed run.py leaves no training behind."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def execute(job: Job, runs: Path, threads: int, minutes: float = 0, python: str = sys.executable, on_start=None):
+def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, stopping=(), processes=None):
     """Train one cell, or go on with it -> (csv, json) when it is done or has failed, None when it was stopped.
 
-    A lock, which the training process inherits, keeps two of them out of one folder.
+    deadline: time.time() at which it is to have stopped; stopping: not empty when the caller wants it to; processes:
+    gets the training process. That one holds the cell's lock, so that no two train in one folder, has a process group
+    of its own, so that a terminal's Ctrl-C reaches it once and by its parent, and ends when its parent dies.
     """
+    parent = os.getpid()
+
+    def tied():  # in the child
+        LIBC.prctl(1, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(143)
+
     run = runs / job.suite / job.name.replace("/", "_")
     run.parent.mkdir(parents=True, exist_ok=True)
     with open(run.with_name(run.name + ".lock"), "w") as lock:
@@ -184,13 +189,14 @@ def execute(job: Job, runs: Path, threads: int, minutes: float = 0, python: str 
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if time.monotonic() > until:
+                if stopping or time.monotonic() > until:
                     return None
                 time.sleep(0.2)
+        minutes = max((deadline - time.time()) / 60, 1e-3) if deadline else 0  # 0 would be no limit
         anew = f"--torch-threads {threads} --env-threads {threads} --quiet --max-minutes {minutes}".split()
-        command = [python, str(ROOT / f"{job.script}.py"), *anew]
-        if (run / "checkpoint.pt").exists():
-            command += ["--resume", str(run)]
+        command = [sys.executable, str(ROOT / f"{job.script}.py"), *anew]
+        if (run / "checkpoint.pt").exists():  # with its flags: the script refuses those of another run
+            command += ["--resume", str(run), *job.command[2:]]
         else:
             if run.exists():  # killed before its first checkpoint
                 for path in sorted(run.rglob("*"), reverse=True):
@@ -198,14 +204,16 @@ def execute(job: Job, runs: Path, threads: int, minutes: float = 0, python: str 
             command += [*job.command[2:], "--run-dir", str(run.parent), "--run-name", run.name]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         environment = os.environ | dict(OMP_NUM_THREADS=str(threads))
-        options = dict(pass_fds=[lock.fileno()], preexec_fn=with_parent, env=environment, **pipes)
+        options = dict(pass_fds=[lock.fileno()], preexec_fn=tied, process_group=0, env=environment, **pipes)
         process = subprocess.Popen(command, **options)
-        if on_start:
-            on_start(process)
+        if processes is not None:
+            processes.append(process)
+        if stopping:
+            process.terminate()
         output = process.communicate()[0]
         if process.returncode == 0:
             return collect(job, run) if (run / "eval.json").exists() else None
-        if process.returncode in (130, 143, -signal.SIGTERM, -signal.SIGKILL):
+        if process.returncode in (130, 143, -signal.SIGTERM):
             return None
         lines = [line for line in output.splitlines() if line.strip()]
         return collect(job, run, error="\n".join(lines[-5:]) or f"exit status {process.returncode}")
@@ -223,40 +231,42 @@ def record(job: Job, result, results: Path) -> str:
 
 
 def state(job: Job, results: Path) -> str:
+    """open, done or failed; a result of other flags than today's is none."""
     path = results / job.suite / f"{job.name}.json"
-    return json.loads(path.read_text())["status"] if path.exists() else "open"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found["status"] if found.get("command") == " ".join(job.command) else "open"
 
 
 def local(cells: list[Job], options) -> int:
     """`--jobs` side by side on this machine, the cores shared out."""
     threads = max(len(os.sched_getaffinity(0)) // options.jobs, 1)
-    start, processes, stopping = time.monotonic(), set(), []
-
-    def left():
-        return options.max_minutes - (time.monotonic() - start) / 60 if options.max_minutes else 0
+    deadline = time.time() + 60 * options.max_minutes if options.max_minutes else None
+    processes, stopping = [], []
 
     def one(job):
-        if stopping or (options.max_minutes and left() <= 0):
+        if stopping or (deadline and time.time() >= deadline):
             return "not begun"
-        state = record(
-            job, execute(job, options.runs, threads, max(left(), 0), on_start=processes.add), options.results
-        )
-        print(f"{state:8} {job.suite} {job.name}", flush=True)
+        result = execute(job, options.runs, threads, deadline, stopping, processes)
+        print(f"{(state := record(job, result, options.results)):8} {job.suite} {job.name}", flush=True)
         return state
 
     def stop(number, frame):
         stopping.append(number)
-        for process in processes:
-            process.terminate()  # each writes its checkpoint
+        for process in list(processes):
+            if process.poll() is None:
+                process.terminate()  # it writes its checkpoint
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     states = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = {pool.submit(one, job) for job in cells}
-        while waiting:  # with a time limit: a signal is only handled between two waits
-            done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-            states += [future.result() for future in done]
+    try:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            waiting = {pool.submit(one, job) for job in cells}
+            while waiting:  # with a time limit: a signal is only handled between two waits
+                done, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+                states += [future.result() for future in done]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print(", ".join(f"{states.count(name)} {name}" for name in sorted(set(states))) or "nothing to do")
     return 128 + stopping[0] if stopping else int("failed" in states)
 
@@ -272,14 +282,17 @@ def ray_cluster(cells: list[Job], options) -> int:
     working = dict(working_dir=str(ROOT), excludes=["runs", ".git", "benchmark/results"])
     ray.init(address=options.ray_address, runtime_env=working, log_to_driver=False)
 
-    threads, runs, minutes = max(int(options.ray_cpus), 1), str(options.runs.resolve()), options.max_minutes
+    threads, runs = max(int(options.ray_cpus), 1), str(options.runs.resolve())
+    deadline = time.time() + 60 * options.max_minutes if options.max_minutes else None
 
     @ray.remote(num_cpus=options.ray_cpus, num_gpus=options.ray_gpus, max_retries=2)
     def task(cell):
         sys.path.insert(0, "benchmark")  # of the working directory, which Ray has copied to the node
         import run as module
 
-        return module.execute(module.Job(*cell), Path(runs), threads, minutes), ray.get_runtime_context().get_node_id()
+        late = deadline and time.time() >= deadline
+        result = None if late else module.execute(module.Job(*cell), Path(runs), threads, deadline)
+        return result, ray.get_runtime_context().get_node_id()
 
     revision = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, cwd=ROOT, capture_output=True)
     pending, states = {task.remote(astuple(job)): job for job in cells}, []
@@ -303,8 +316,11 @@ def slurm(cells: list[Job], options) -> str:
     lines = ["#!/bin/bash", f"#SBATCH --array=0-{len(cells) - 1}", f"#SBATCH --job-name={options.suite}"]
     lines += ["#SBATCH --gpus=1", "#SBATCH --cpus-per-task=8", "#SBATCH --signal=B:TERM@120", "cells=("]
     lines += [f"    {shlex.quote(job.name)}" for job in cells]
-    command = f"python benchmark/run.py --suite {options.suite} --exactly --only"
-    lines += [")", f"cd {shlex.quote(os.path.curdir)} || exit 1", "trap 'kill -TERM $!; wait' TERM"]
+    command = f"python benchmark/run.py --suite {options.suite} --max-minutes {options.max_minutes:g}"
+    folders = [str(path.resolve()) for path in (options.runs, options.results)]
+    command += f" {'--retry ' * options.retry}{shlex.join(['--runs', folders[0], '--results', folders[1]])}"
+    command += " --exactly --only"
+    lines += [")", f"cd {shlex.quote(str(ROOT))} || exit 1", "trap 'kill -TERM $!; wait' TERM"]
     return "\n".join([*lines, f'{command} "${{cells[$SLURM_ARRAY_TASK_ID]}}" &', "wait"])
 
 
@@ -322,7 +338,7 @@ def main(argv=None) -> int:
     parser.add_argument("--launcher", choices=["local", "ray", "slurm"], default="local")
     parser.add_argument("--ray-address", default="auto", help="of a running cluster")
     parser.add_argument("--ray-cpus", type=float, default=8, help="cores of a run")
-    parser.add_argument("--ray-gpus", type=float, default=0, help="GPU share of a run")
+    parser.add_argument("--ray-gpus", type=float, default=0, help="GPU share of a run; with 0 Ray hides the GPUs")
     options = parser.parse_args(argv)
     cells = [job for job in jobs_of(options.suite, options.only) if not options.exactly or job.name == options.only]
     if options.jobs < 1 or not cells:
@@ -332,6 +348,9 @@ def main(argv=None) -> int:
             print(f"{state(job, options.results):8} {' '.join(job.command)}")
         return 0
     cells = [job for job in cells if state(job, options.results) in ("open", *["failed"] * options.retry)]
+    if not cells:
+        print("nothing to do", file=sys.stderr if options.launcher == "slurm" else sys.stdout)
+        return 0
     if options.launcher == "slurm":
         print(slurm(cells, options))
         return 0

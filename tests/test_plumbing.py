@@ -737,8 +737,16 @@ def test_keep_checkpoints(script):
     for path in folder.glob("step_*.pt"):
         assert f"step_{torch.load(path, weights_only=True)['step']}.pt" == path.name
     (folder / "checkpoint.pt").unlink()
-    flags = ["--resume", folder / f"step_{3 * script.steps}.pt", "--keep-checkpoints", 3]
+    (folder / "step_mine.pt").write_bytes(b"")
+    flags = ["--resume", folder / f"step_{3 * script.steps}.pt", "--keep-checkpoints", 1]
+    os.utime(folder / f"step_{4 * script.steps}.pt", (0, 0))
+    torch.save(torch.load(folder / f"step_{4 * script.steps}.pt"), folder / f"step_{9 * script.steps}.pt")  # abandoned
+    os.utime(folder / f"step_{9 * script.steps}.pt", (0, 0))
     assert script.run(*flags, tiny=False) == 0
+    assert {path.name for path in folder.glob("step_*")} == {
+        f"step_{4 * script.steps}.pt",
+        "step_mine.pt",
+    }  # the newest
     assert [row["step"] for row in rows(folder)] == [str(n * script.steps) for n in (1, 2, 3, 4)]
 
 

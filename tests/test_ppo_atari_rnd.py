@@ -193,13 +193,14 @@ def test_sizes_of_the_other_networks():
         assert size(agent) == convs[net] + features + 2 * head(width) + (width + 1) * 20, net
         logits, values, _ = agent(torch.zeros(2, 4, 96, 96, dtype=torch.uint8))
         assert logits.shape == (2, 18) and values.shape == (2, 2)
-        for gain, part in ((0.01, agent.hidden_policy), (0.1, agent.hidden_value), (2**0.5, agent.trunk[-1])):
+        for gain, part in ((0.01, agent.hidden_policy), (0.1, agent.hidden_value), (2**0.5, agent.trunk[-2])):
             gram = part.weight @ part.weight.T
             torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-3, atol=1e-4)
     rows = Variant((4, 96, 96), 18, "c", 2**0.5).hidden_value.weight
     torch.testing.assert_close(rows @ rows.T, 2 * torch.eye(512), rtol=1e-3, atol=1e-4)
     agent = Agent((4, 84, 84), 18, gru=True)
     convolutions = 4 * 64 * 32 + 32 + 32 * 16 * 64 + 64 + 64 * 16 * 64 + 64
+    assert not agent.hidden2.bias_ih.any() and not agent.hidden2.bias_hh.any()
     gates = 3 * 2 * (256 * 256 + 256)  # PyTorch's cell has two biases a gate
     assert size(agent) == convolutions + 6 * 6 * 64 * 256 + 256 + gates + 2 * head(256) + 257 * 20
     convs = dict(
@@ -247,8 +248,9 @@ def test_other_networks_equal_plain_float64():
         x, first = x.flatten(1), {"a": 7, "b": 7, "c": 9, "d": 5}[net]
         x = linear(x, f"trunk.{first}")
         x = linear(x.clamp(min=0), "trunk.9") if net == "a" else x
-        policy = linear(linear(x.clamp(min=0), "hidden_policy").clamp(min=0), "policy")
-        value = linear(linear(x, "hidden_value").clamp(min=0) + (x if net == "a" else 0), "value")
+        x = x.clamp(min=0)
+        policy, value = linear(linear(x, "hidden_policy").clamp(min=0), "policy"), linear(x, "hidden_value")
+        value = linear(value.clamp(min=0) + (value if net == "a" else 0), "value")
         logits, values, _ = agent(obs)
         torch.testing.assert_close(logits.double(), policy, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(values.double(), value, rtol=1e-3, atol=1e-4)
@@ -328,9 +330,9 @@ def test_memory_lasts_a_game(tmp_path, monkeypatch, autoreset):
             expected[a:b, env] = torch.cat([logits, values], 1).numpy()
         assert len(spans) > 8
     acted = [call for call in calls if not call[0] and len(call[1]) == 4]
-    acted = [call for i, call in enumerate(acted) if i % 17 != 16]  # without the bootstrap values
-    assert len(acted) == 48
-    for t, (_, obs, logits, values, _) in enumerate(acted):
+    assert len(acted) == 51
+    for i, (_, obs, logits, values, _) in enumerate(acted):  # every 17th gives the bootstrap values
+        t = i - i // 17
         assert np.array_equal(obs, frames[t])
         np.testing.assert_allclose(torch.cat([logits, values], 1), expected[t], rtol=1e-3, atol=1e-4)
     learned = [call for call in calls if call[0]]
@@ -339,6 +341,25 @@ def test_memory_lasts_a_game(tmp_path, monkeypatch, autoreset):
         rollout, first = divmod(i, 2)
         rows = expected[16 * rollout : 16 * rollout + 16, 2 * first : 2 * first + 2].transpose(1, 0, 2).reshape(32, 6)
         np.testing.assert_allclose(torch.cat([logits, values], 1), rows, rtol=1e-3, atol=1e-4)
+
+
+def test_truncation_bootstraps_with_the_games_memory(tmp_path, monkeypatch):
+    """Same-step: the value of the final observation is that of the whole game, not of a frame without a past."""
+    calls, forward = [], Agent.forward
+
+    def spy(self, obs, memory, fresh):
+        calls.append((len(obs), memory.clone(), fresh.clone(), forward(self, obs, memory, fresh)))
+        return calls[-1][3]
+
+    monkeypatch.setattr(Agent, "forward", spy)
+    envs = Bright([[([1.0] * 5, "truncated"), ([1.0] * 4, "truncated")]] * 4, SAME_STEP, shape=SHAPE)
+    run(tmp_path, envs, 1, memory="gru", micro_batch=64, minibatch_size=64)
+    single = [i for i, call in enumerate(calls) if call[0] == 1]
+    assert len(single) > 8
+    for i in single:
+        acted = max(j for j in range(i) if calls[j][0] == 4)
+        env = sum(1 for j in range(acted + 1, i))  # all four are cut at once, in order
+        assert torch.equal(calls[i][1][0], calls[acted][3][2][env]) and calls[i][1].any() and not calls[i][2].any()
 
 
 def test_memory_forgets_the_final_frame(tmp_path, monkeypatch):
@@ -401,7 +422,7 @@ def test_memory_is_carried_in_evaluation():
 
 
 def test_memory_needs_whole_environments(tmp_path):
-    for flags in (dict(net="c"), dict(minibatches="drawn")):
+    for flags in (dict(net="c"), dict(minibatches="drawn"), dict(compile=True)):
         with pytest.raises(ppo_atari_rnd.UsageError, match="--memory gru"):
             run(tmp_path, fake(), memory="gru", **flags)
 

@@ -85,8 +85,8 @@ def plain_agent(w, obs):
     x = obs.double() / 255
     for i, stride in ((0, 2), (2, 2), (4, 2), (6, 1)):
         x = F.relu(F.conv2d(x, w[f"trunk.{i}.weight"], w[f"trunk.{i}.bias"], stride, 1))
-    x = F.linear(x.flatten(1), w["trunk.9.weight"], w["trunk.9.bias"])
-    policy = F.relu(F.linear(F.relu(x), w["hidden_policy.weight"], w["hidden_policy.bias"]))
+    x = F.relu(F.linear(x.flatten(1), w["trunk.9.weight"], w["trunk.9.bias"]))
+    policy = F.relu(F.linear(x, w["hidden_policy.weight"], w["hidden_policy.bias"]))
     value = F.relu(F.linear(x, w["hidden_value.weight"], w["hidden_value.bias"]))
     return F.linear(policy, w["policy.weight"], w["policy.bias"]), F.linear(value, w["value.weight"], w["value.bias"])
 

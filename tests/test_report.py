@@ -15,17 +15,17 @@ import report  # noqa: E402
 import run  # noqa: E402
 
 
-def write(results, suite, name, mean, steps=7_996_800, error=None, curve=((4_000_000, 1.0), (7_996_800, 3.0))):
+def write(results, suite, name, mean, steps=7_996_800, error=None, curve=((4_000_000, 1.0, 2), (7_996_800, 3.0, 1))):
     found = dict(
         status="failed" if error else "done", error=error, steps=steps, gpu=None, cpu="CPU", cores=2, git="abc"
     )
     splits = {"test": dict(returns=[mean], mean=mean, stderr=0.5, normalized={})}
-    found |= dict(eval=None if error else dict(splits=splits))
+    found |= dict(seed=int(name[-1]), eval=None if error else dict(splits=splits))
     path = results / suite / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found))
-    rows = "".join(f"{step},{value}\n" for step, value in curve)
-    path.with_suffix(".csv").write_text("step,episode/return\n" + rows)
+    rows = "".join(f"{step},{value},{games}\n" for step, value, games in curve)
+    path.with_suffix(".csv").write_text("step,episode/return,episode/count\n" + rows)
 
 
 def rows(text, start):
@@ -43,12 +43,12 @@ def test_tables_by_hand(tmp_path):
     write(tmp_path, "gpu", "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nppo_procgen.py: no memory | left")
     text = report.report(tmp_path)
     bigfish, coinrun, starpilot = (
-        next(row for row in rows(text.split("## gpu")[1], "`ppo_procgen`") if row[1].startswith(game))
+        next(row for row in rows(text.split("## gpu")[1], f"`ppo_procgen/{game}`"))
         for game in ("bigfish", "coinrun", "starpilot")
     )
     assert bigfish[1:6] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (+- 0.50 over games)", f"{11 / 39:.3f}"]
-    theirs = float(bigfish[8].split(",")[0])
-    assert theirs == pytest.approx(9.57, abs=0.01) and float(bigfish[9]) == pytest.approx(12 - theirs, abs=0.01)
+    assert bigfish[8].startswith("9.57, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[8]
+    assert bigfish[9] == "+2.43, -14.28"
     assert bigfish[7] == "3.00" and bigfish[10] == "CPU, 2 cores"
     assert "failed: ppo_procgen.py: no memory / left" in coinrun and coinrun[3] == "0"
     assert starpilot[4] == "**not run**" and starpilot[8].startswith("29.5")
@@ -58,25 +58,50 @@ def test_seeds(tmp_path):
     """Mean and standard error over seeds; with three the interquartile mean in its interval."""
     scores = [1.0, 2.0, 6.0]
     for seed, score in enumerate(scores, 1):
-        curve = ((100, 0.0), (61_000, score), (61_440, score + 1))
+        curve = ((100, 0.0, 5), (61_000, score, 1), (61_440, score + 1, 3))  # three games of four have one more
         write(tmp_path, "cpu", f"ppo_procgen/starpilot/seed{seed}", score, 61_440, curve=curve)
-    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen`") if "61,440" in row]
+    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
     error = np.std(scores, ddof=1) / 3**0.5
-    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"] and row[7] == f"3.50 +- {error:.2f}"
+    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"] and row[7] == f"3.75 +- {error:.2f}"
     mean, low, high = map(float, re.findall(r"[\d.]+", row[6]))
     from scipy import stats
 
     assert mean == pytest.approx(stats.trim_mean(scores, 0.25), abs=0.01) and low == 1 and high == 6
     assert row[8] == "none at these steps" and row[9] == "-"
+    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed3", 99.0, 61_440, error="gone", curve=((61_440, 99.0, 1),))
+    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
+    assert row[3:5] == ["2 seeds, 1 failed", "1.50 +- 0.50"] and row[7] == "2.25 +- 0.50"  # nothing of a failed seed
+
+
+def test_splits_have_their_own_published_numbers(tmp_path):
+    """The 200-level setting: training levels beside OpenAI's training return, all levels beside its test return."""
+    points, job = report.reference(), run.jobs_of("gpu", "ppo_procgen-openai")[0]
+    for split, series in (("train", "train200_PPO"), ("test", "test_full_PPO")):
+        (found,) = report.published(job, split, 25_000_000, points)
+        assert found[0] == points["procgen", "coinrun", series][25_001_984]
+    curve = report.checkpoints(job, 25_000_000, points)[0][1]
+    assert curve[-1] == (25_001_984, points["procgen", "coinrun", "train200_PPO"][25_001_984])
+
+
+def test_mean_normalised_score(tmp_path):
+    games = ("bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder")
+    for game in games:
+        assert "Mean normalised" not in report.report(tmp_path)
+        write(tmp_path, "gpu", f"ppo_procgen/{game}/seed1", 10.0)
+    ranges = dict(
+        bigfish=(1, 40), coinrun=(5, 10), starpilot=(2.5, 64), miner=(1.5, 13), chaser=(0.5, 13), plunder=(4.5, 30)
+    )
+    mean = np.mean([(10 - low) / (high - low) for low, high in ranges.values()])
+    assert f"Mean normalised score over 6 games: {mean:.3f}." in report.report(tmp_path)
 
 
 def test_published_is_the_nearest_within_a_tenth():
     job, points = run.jobs_of("gpu", "ppo_procgen/bigfish")[0], report.reference()
     series = points["procgen", "bigfish", "all_levels_PPO"]
-    assert report.published(job, 8_400_000, points)[0] == series[7_995_392]
-    assert report.published(job, 6_000_000, points) is None
+    assert report.published(job, "test", 8_400_000, points)[0][0] == series[7_995_392]
+    assert report.published(job, "test", 6_000_000, points) == []
     montezuma = run.jobs_of("gpu", "ppo_atari_snd")[0]  # published in frames, four to an agent step
-    assert report.published(montezuma, 128_000_000, points)[0] == pytest.approx(13_213, abs=10)
+    assert report.published(montezuma, "game", 128_000_000, points)[0][0] == pytest.approx(13_213, abs=10)
 
 
 def test_page_and_plots(tmp_path):

@@ -1,6 +1,7 @@
 """benchmark/run.py: what is done is not run again, what was killed goes on, what failed is said."""
 
 import csv
+import fcntl
 import json
 import os
 import signal
@@ -71,45 +72,65 @@ def test_out_of_time_stops_cleanly_and_goes_on(tmp_path, bench, capsys):
     assert bench(cells) == 0 and result(tmp_path)["steps"] == 512
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_killed_at_any_moment_it_goes_on(tmp_path, number):
-    """run.py is killed three times; each time training ends too, and goes on from a checkpoint that is not older than
-    what --checkpoint-every allows; the result is that of a run that was never stopped."""
-    code = f"""
+@pytest.mark.parametrize("how", ["terminate", "kill", "ctrl-c"])
+def test_killed_at_any_moment_it_goes_on(tmp_path, how):
+    """Three times; each time training ends too, leaves a checkpoint that is as new as --checkpoint-every asks, and goes
+    on from there, never from the beginning."""
+
+    def start(total):
+        code = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "benchmark")!r})
 import run
-run.SUITES["smoke"] = [("ppo_procgen", ["leaper"], 1, {f"{TINY} --total-timesteps 1920 --checkpoint-every 0"!r})]
+flags = {f"{TINY} --total-timesteps {total} --checkpoint-every 0"!r}
+run.SUITES["smoke"] = [("ppo_procgen", ["leaper"], 1, flags)]
 sys.exit(run.main(["--suite", "smoke", "--jobs", "2", "--runs", "runs", "--results", "results"]))
 """
-    metrics, steps = tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1" / "metrics.csv", 0
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True)
-        lines = lambda: metrics.read_text().splitlines()[1:] if metrics.exists() else []  # noqa: E731
-        while len(lines()) < steps + 4 and process.poll() is None:
-            time.sleep(0.02)
-        done = len(lines())
-        process.send_signal(number)
-        process.wait(60)
-        lock = open(metrics.parent.with_name(metrics.parent.name + ".lock"))
-        import fcntl
+        return subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, start_new_session=True)
 
-        fcntl.flock(lock, fcntl.LOCK_EX)  # free as soon as training has ended, too
-        lock.close()
-        saved = torch.load(metrics.parent / "checkpoint.pt", weights_only=True)
-        assert saved["step"] // 64 >= done - 1  # no more than the iteration under way is lost
-        steps = len(lines())
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
-    found = json.loads((tmp_path / "results/smoke/ppo_procgen/leaper/seed1.json").read_text())
-    assert found["status"] == "done" and found["steps"] == 1920
+    def rows():
+        return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
+
+    folder, saved = tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1", 0
+    metrics = folder / "metrics.csv"
+    for _ in range(3):
+        process = start(640_000)  # more than it could do in the meantime
+        while rows() < saved + 4:
+            assert process.poll() is None and rows() >= saved
+            time.sleep(0.02)
+        done = rows()
+        if how == "ctrl-c":
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        else:
+            process.send_signal(signal.SIGTERM if how == "terminate" else signal.SIGKILL)
+        process.wait()
+        with open(folder.with_name(folder.name + ".lock")) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # free once training has ended, too
+        step = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
+        assert done - 1 <= step // 64 < 9_000  # no more than the iteration under way is lost
+        saved = step // 64
+    assert not (tmp_path / "results").exists()
+    assert start(64 * (saved + 3)).wait() == 0
+    found = result(tmp_path)
+    assert found["status"] == "done" and found["steps"] == 64 * (saved + 3)
     with open(tmp_path / "results/smoke/ppo_procgen/leaper/seed1.csv", newline="") as file:
-        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(64, 1984, 64))
+        assert [int(row["iteration"]) for row in csv.DictReader(file)] == list(range(1, saved + 4))
+
+
+def test_told_to_stop_it_begins_nothing(tmp_path):
+    """A signal that comes while a cell waits for its lock: no training is begun, and none is left."""
+    job, processes = run.Job("smoke", "ppo_procgen", "leaper", 1, f"{TINY} --total-timesteps 64000"), []
+    lock = tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1.lock"
+    lock.parent.mkdir(parents=True)
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run.execute(job, tmp_path / "runs", 1, stopping=[15], processes=processes) is None
+    assert run.execute(job, tmp_path / "runs", 1, stopping=[15], processes=processes) is None  # ended at once
+    assert len(processes) == 1 and processes[0].poll() is not None
 
 
 def test_two_invocations_share_no_folder(tmp_path, bench):
     """A cell that another run.py trains at the moment is left to it."""
-    import fcntl
-
     cells = [("ppo_procgen", ["leaper"], 1, f"{TINY} --total-timesteps 64")]
     (tmp_path / "runs" / "smoke").mkdir(parents=True)
     with open(tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1.lock", "w") as lock:
@@ -127,15 +148,16 @@ def test_two_invocations_share_no_folder(tmp_path, bench):
 def test_thin():
     """At most 500 rows; steps and games add up, returns weigh by games, empty cells do not count."""
     rng = np.random.default_rng(0)
-    names = ("step", "iteration", "episode/count", "episode/return", "loss/value")
+    names = ("step", "iteration", "episode/count", "episode/return", "loss/value", "episode/rooms_ever")
     rows = [dict.fromkeys(names, "") | {"step": str(i), "iteration": str(i)} for i in range(1, 1203)]
     for row in rows:
         row["episode/count"] = str(rng.integers(0, 3))
         row["episode/return"] = str(rng.normal()) if row["episode/count"] != "0" else ""
-        row["loss/value"] = str(rng.normal())
+        row["loss/value"], row["episode/rooms_ever"] = str(rng.normal()), row["step"]
     merged = run.thin(rows)
     assert len(merged) <= 500 and merged[-1]["step"] == "1202" and [row["step"] for row in merged[:2]] == ["3", "6"]
     assert sum(float(row["episode/count"]) for row in merged) == sum(float(row["episode/count"]) for row in rows)
+    assert [row["episode/rooms_ever"] for row in merged] == [row["step"] for row in merged]  # a running maximum
     part = rows[3:6]
     total = sum(float(row["episode/count"]) for row in part)
     expected = sum(float(row["episode/count"]) * float(row["episode/return"] or 0) for row in part) / total
@@ -176,8 +198,10 @@ def test_slurm_prints_an_array(tmp_path, capsys):
     fake.write_text('#!/bin/bash\necho "$@"\n')
     fake.chmod(0o755)
     environment = os.environ | dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_ARRAY_TASK_ID="3")
-    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, cwd=ROOT)
-    assert done.stdout.strip() == f"benchmark/run.py --suite gpu --exactly --only {cells[3].name}"
+    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, cwd=tmp_path)
+    runs = ROOT / "runs" / "benchmark"
+    expected = f"benchmark/run.py --suite gpu --max-minutes 0 --runs {runs} --results {tmp_path} --exactly --only"
+    assert done.stdout.strip() == f"{expected} {cells[3].name}"
     assert run.main(["--suite", "gpu", "--exactly", "--only", cells[3].name, "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
