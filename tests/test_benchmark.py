@@ -1,6 +1,7 @@
 """The tools under benchmark/."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -65,7 +66,9 @@ def test_live_follows_a_growing_file(tmp_path):
     """It redraws what a run has added since, and Ctrl-C ends it with 130."""
     table(tmp_path / "run", [1.0])
     command = [sys.executable, ROOT / "benchmark" / "live.py", tmp_path / "run", "--every", "0.1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a background job ignores it
+    options = dict(stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=default)
+    process = subprocess.Popen(command, **options)
     timer = threading.Timer(120, process.kill)  # rather than wait for ever
     timer.start()
     for line in process.stdout:
@@ -73,9 +76,9 @@ def test_live_follows_a_growing_file(tmp_path):
             table(tmp_path / "run", [1.0, 7.0])
         if "now 4 " in line:
             break
-    timer.cancel()
-    os.killpg(process.pid, 2)
+    os.killpg(process.pid, signal.SIGINT)
     assert process.wait() == 130
+    timer.cancel()
 
 
 @pytest.mark.parametrize("script, flags", [(ppo_atari_rnd, ["--memory", "gru"]), (ppo_atari_snd, ["--entropy-bonus"])])
