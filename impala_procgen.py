@@ -31,6 +31,7 @@ import threading
 import time
 import zipfile
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -52,7 +53,8 @@ except (ModuleNotFoundError, KeyboardInterrupt) as error:
     sys.exit(2 if str(error) else 130)
 
 SCRIPT = "impala_procgen"
-CORES = len(os.sched_getaffinity(0))
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # under torchrun
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
 ENV_THREADS = min(CORES, 8)  # by default
 CHANNELS = 3  # of one frame
 # fmt: off
@@ -144,14 +146,14 @@ class Args:
     channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
     pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
 
-    batch_size = property(lambda self: self.minibatch_size)
+    batch_size = property(lambda self: self.minibatch_size * WORLD)  # of all ranks
     iterations = property(lambda self: self.total_timesteps // self.batch_size)
 
     def validate(self):
         """Raise UsageError for what would train nothing or train on NaN."""
-        batch, rollout = self.batch_size, self.num_envs // max(self.num_groups, 1) * self.num_steps
-        low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, total_timesteps=batch)
-        low |= dict(num_groups=1, eval_episodes=int(bool(self.eval_every or self.evaluate)))
+        batch, rollout = self.minibatch_size, self.num_envs // max(self.num_groups, 1) * self.num_steps
+        low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, num_groups=1)
+        low |= dict(eval_episodes=int(bool(self.eval_every or self.evaluate)), total_timesteps=self.batch_size)
         high = dict(gamma=1, vtrace_lambda=1, seed=2**32 - 1, torch_threads=1024, env_threads=1024, augment_prob=1)
         high |= dict(
             num_levels=2**31 - 1, start_level=2**31 - 1, num_groups=min(self.num_envs, 64), replay_proportion=100
@@ -159,7 +161,7 @@ class Args:
         for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and not least <= value <= most:
-                size = f" (an iteration is {batch})" * (name == "total_timesteps")
+                size = f" (an iteration is {self.batch_size})" * (name == "total_timesteps")
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
         if self.num_envs % self.num_groups:
             raise UsageError(f"--num-groups {self.num_groups}: must divide --num-envs {self.num_envs}")
@@ -344,6 +346,32 @@ def impala_terms(logits, value, action, advantage, target, old_logp, rho_bar: fl
     ratio = log_ratio.exp()
     terms = [-chosen * advantage, (value - target) ** 2 / 2, entropy, ratio - 1 - log_ratio, ratio.clamp(max=rho_bar)]
     return torch.stack(terms)
+
+
+def among_ranks(collective, *args):
+    """Call a collective of torch.distributed; ConnectionError where another rank is lost."""
+    try:
+        collective(*args)
+    except RuntimeError as error:
+        raise ConnectionError(f"rank {RANK} of {WORLD} lost another one: {str(error).splitlines()[0]}") from None
+
+
+def reduced(x):
+    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+    if WORLD > 1:
+        among_ranks(torch.distributed.all_reduce, x := x.clone(memory_format=torch.contiguous_format))
+    return x
+
+
+def reduce_gradients(parameters):
+    """Replace gradients by their sums over torchrun's ranks, in one flat all-reduce; None stays where all have None."""
+    if WORLD > 1:
+        parameters = list(parameters)
+        flat = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten() for p in parameters]
+        given = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=flat[0].device)
+        *sums, given = reduced(torch.cat([*flat, given])).split([*map(len, flat), len(flat)])
+        for p, grad, some in zip(parameters, sums, given.tolist(), strict=True):
+            p.grad = torch.empty_like(p).copy_(grad.view_as(p)) if some else None  # fused Adam needs the strides of p
 
 
 def schedule(step: int, knots, flag: str = "") -> float:
@@ -560,10 +588,11 @@ def train(args: Args, envs: list | None = None) -> dict:
         if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
             print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
             return dict(step=saved["step"], run=str(saved["path"].parent))
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(args.seed)
     # A resumed asynchronous run starts new games, which must not be the first ones again.
     stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
+    stream += f" of rank {RANK}" * (RANK > 0)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(stream_seed(args.seed, stream) if RANK else args.seed)
     T, N, G = args.num_steps, args.num_envs // args.num_groups, args.num_groups
     if own:
         envs = [make_envs(args, f"{stream} {g}", 1 if args.evaluate else N) for g in range(1 if args.evaluate else G)]
@@ -594,25 +623,34 @@ def train(args: Args, envs: list | None = None) -> dict:
             step, version = saved["step"], saved["version"]
             agent.load_state_dict(saved["agent"])
             optimizer.load_state_dict(saved["optimizer"])
-        if args.resume:
+        if args.resume and WORLD == 1:
             set_rng_state(saved["rng"], device)
             for group, state_of_group in zip(groups, saved["groups"] or (), strict=False):
                 group.restore(state_of_group)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
+    for x in agent.state_dict().values():  # all ranks begin as rank 0
+        x.copy_(reduced(x if RANK == 0 else torch.zeros_like(x)))
+    if args.evaluate and RANK:
+        return {}
     if args.evaluate:
         return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
-    policy, per_dataset = Published(agent, version), args.batch_size // (N * T)
-    rollouts = Rollouts(per_dataset, args.num_batches_to_accumulate, args.iterations - step // args.batch_size)
+    policy, per_dataset = Published(agent, version), args.batch_size // WORLD // (N * T)
+    rollouts = Rollouts(
+        per_dataset, args.num_batches_to_accumulate, -(-(args.iterations * args.batch_size - step) // args.batch_size)
+    )
 
     def state():  # all that the next iteration depends on; but not the replay, nor asynchronous actors in mid-rollout
         now = dict(own_envs=own, step=step, version=version, agent=agent.state_dict(), rng=get_rng_state(device))
-        now |= dict(optimizer=optimizer.state_dict(), groups=[group.state() for group in groups] if args.sync else None)
+        now |= dict(
+            optimizer=optimizer.state_dict(),
+            groups=[group.state() for group in groups] if args.sync and WORLD == 1 else None,
+        )
         return copy.deepcopy(now)
 
     def update(rows: dict, ent_coef: float):
         """One pass: V-trace under the present weights and an SGD step -> the terms' means, the advantages' errors."""
-        sums, count, M = 0.0, rows["valid"].sum().clamp(min=1), rows["valid"].shape[1]
+        sums, count, M = 0.0, reduced(rows["valid"].sum()).clamp(min=1), rows["valid"].shape[1]
         optimizer.zero_grad()
         seen = []
         for first in range(0, M, fragments):
@@ -631,9 +669,10 @@ def train(args: Args, envs: list | None = None) -> dict:
             (terms[0] + args.vf_coef * terms[1] - ent_coef * terms[2]).backward()
             sums = sums + terms.detach()
             seen.append(torch.stack([vs - value[:-1].detach(), vs])[:, part["valid"] > 0])
+        reduce_gradients(agent.parameters())
         norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
         optimizer.step()
-        return torch.cat([sums, norm[None]]), torch.cat(seen, 1)
+        return torch.cat([reduced(sums), norm[None]]), torch.cat(seen, 1)
 
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(Run(args, saved, agent, device, fragments * T))
@@ -664,9 +703,9 @@ def train(args: Args, envs: list | None = None) -> dict:
 
             # Replay: the ring takes the new batch first, so that it may be drawn as well
             ring = [*ring, rows][-args.replay_slots :] if args.replay_slots else []
-            share, old = args.replay_proportion, []
-            while ring and random.random() < share:
-                share, old = share - 1, [*old, random.choice(ring)]
+            count = int(args.replay_proportion) + (random.random() < args.replay_proportion % 1)
+            count = int(reduced(torch.tensor(count * (RANK == 0))))  # the same on all ranks
+            old = [random.choice(ring) for _ in range(count if ring else 0)]
 
             # Update: the new batch, then the replayed ones, each in several passes
             lr, ent_coef = schedule(step, args.lr), schedule(step, args.ent_coef)
@@ -692,16 +731,20 @@ def train(args: Args, envs: list | None = None) -> dict:
                 metrics |= {"replay/rho_mean": rho, "replay/policy_lag_mean": age}
             step += args.batch_size
             rollouts.learned()
-            metrics |= spent | {"train/lr": lr, "train/ent_coef": ent_coef, "train/valid_frac": valid.mean().item()}
+            metrics |= spent | {
+                "train/lr": lr,
+                "train/ent_coef": ent_coef,
+                "train/valid_frac": reduced(valid.mean()).item() / WORLD,
+            }
             metrics |= {"async/policy_lag_mean": lag.float().mean().item(), "async/policy_lag_max": int(lag.max())}
             metrics |= {"replay/count": len(old)} if args.replay_slots else {}
             metrics["train/explained_variance"] = 1 - unexplained / variance if variance > 0 else None
             run.lap("learn")
-            if own and args.eval_every and step % args.eval_every < args.batch_size:
+            if own and RANK == 0 and args.eval_every and step % args.eval_every < args.batch_size:
                 for split, result in evaluate_splits(agent, args).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
             metrics = run.log(step, metrics)
-        if own and args.eval_episodes and run.completed:
+        if own and RANK == 0 and args.eval_episodes and run.completed:
             metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
     return metrics | dict(step=step, run=str(run.folder))
 
@@ -792,25 +835,11 @@ class Run(contextlib.AbstractContextManager):
         self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
         self.start = self.mark = time.perf_counter()
         config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
-        self.say = (lambda text: None) if args.quiet else lambda text: print(text, flush=True)
+        quiet = args.quiet or RANK > 0
+        self.say = (lambda text: None) if quiet else lambda text: print(text, flush=True)
         try:
-            if not saved and self.folder.exists() and any(self.folder.iterdir()):
-                raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
-            if args.track:
-                import wandb
-
-                wandb.init(id=self.folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
-            rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
-            rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
-            rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
-            text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
-            write_atomically(table, text.encode())
-            write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
-            self.csv = open(table, "a", buffering=1)  # line by line
-            self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
-            self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(args).items()))
+            if RANK == 0:  # the others write nothing
+                self.set_up(saved, config, table)
         except (UsageError, ImportError):
             raise
         except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
@@ -819,12 +848,33 @@ class Run(contextlib.AbstractContextManager):
         weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
         self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
         self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
-        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=args.quiet or not sys.stderr.isatty())
+        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=quiet or not sys.stderr.isatty())
         self.bar = tqdm(total=self.total, initial=self.first, **bar)
+
+    def set_up(self, saved: dict | None, config: dict, table: Path):
+        if not saved and self.folder.exists() and any(self.folder.iterdir()):
+            raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
+        if self.args.track:
+            import wandb
+
+            wandb.init(id=self.folder.name, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
+        rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
+        rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
+        rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
+        text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
+        write_atomically(table, text.encode())
+        write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
+        self.csv = open(table, "a", buffering=1)  # line by line
+        self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
+        self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(self.args).items()))
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
-        if isinstance(error, KeyboardInterrupt | SystemExit) and hasattr(self, "state"):
+        if RANK:
+            return
+        if isinstance(error, KeyboardInterrupt | SystemExit | ConnectionError) and hasattr(self, "state"):
             self.write("checkpoint.pt")
             print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
         with contextlib.suppress(OSError):  # of a full disk, which was reported before
@@ -837,6 +887,7 @@ class Run(contextlib.AbstractContextManager):
         better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
         # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
         late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
+        late = bool(reduced(torch.tensor(float(late and RANK == 0))))  # all ranks stop together
         self.best = mean if better else self.best
         self.state = state() | dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
         if better:
@@ -844,7 +895,7 @@ class Run(contextlib.AbstractContextManager):
         if self.completed or late or now - self.written >= self.args.checkpoint_every:
             self.write("checkpoint.pt")
             self.written = now
-            if keep := self.args.keep_checkpoints:
+            if (keep := self.args.keep_checkpoints) and RANK == 0:
                 self.write(f"step_{step}.pt")
                 for old in sorted(self.folder.glob("step_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
                     old.unlink()
@@ -855,8 +906,9 @@ class Run(contextlib.AbstractContextManager):
         return not (late or self.completed)
 
     def write(self, name: str):
-        torch.save(self.state, file := io.BytesIO())
-        write_atomically(self.folder / name, file.getbuffer())
+        if RANK == 0:
+            torch.save(self.state, file := io.BytesIO())
+            write_atomically(self.folder / name, file.getbuffer())
 
     def lap(self, phase: str, steps: float = 0) -> float:
         """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`; all of it so far."""
@@ -867,6 +919,9 @@ class Run(contextlib.AbstractContextManager):
 
     def log(self, step: int, metrics: dict) -> dict:
         """Add what every script logs and write one row; what is missing or None is an empty cell."""
+        if WORLD > 1:
+            among_ranks(torch.distributed.all_gather_object, every := [None] * WORLD, self.games)
+            self.games = [game for games in every for game in games]
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
         metrics = self.laps | dict(zip(COLUMNS[3:6], games, strict=False)) | metrics
         self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
@@ -875,10 +930,11 @@ class Run(contextlib.AbstractContextManager):
         self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
         row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
         cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
-        self.csv.write(",".join(cells) + "\n")
-        for name, value in row.items():
-            self.tensorboard.add_scalar(name, value, step)
-        self.tensorboard.flush()
+        if RANK == 0:
+            self.csv.write(",".join(cells) + "\n")
+            for name, value in row.items():
+                self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()
         score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
         self.bar.n = step
         self.bar.set_postfix_str(f"return {score:.5}")
@@ -888,14 +944,20 @@ class Run(contextlib.AbstractContextManager):
 
 
 def choose_device(args: Args) -> torch.device:
-    """args.device, tried out; also sets the thread count of PyTorch and, on a CPU, keeps freed memory."""
+    """args.device, tried out; also sets PyTorch's threads, meets the other ranks and, on a CPU, keeps freed memory."""
     try:
         device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
+        if WORLD > 1 and device.type == "cuda":  # one GPU a rank
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         assert device.type in ("cpu", "cuda"), "not a device to train on"
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
+    if WORLD > 1 and not torch.distributed.is_initialized():  # a day: the others wait while rank 0 evaluates
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
     if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**30)
@@ -909,7 +971,8 @@ def provenance(device) -> dict:
     versions = {dist.name: dist.version for dist in metadata.distributions()}
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return dict(git=git or None, versions=versions, cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu)
+    hardware = dict(cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu, ranks=WORLD)
+    return dict(git=git or None, versions=versions) | hardware
 
 
 def get_rng_state(device) -> tuple:
@@ -976,6 +1039,8 @@ def main(argv=None) -> int:
             args = tyro.cli(Args, args=argv, default=Args(**before))
             args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
         train(args)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:
         return getattr(stop, "code", 130)
@@ -983,7 +1048,8 @@ def main(argv=None) -> int:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
             raise
         mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
+        if RANK == 0 or not isinstance(error, UsageError):  # bad usage is every rank's
+            print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | ImportError) else 1
 
 

@@ -29,6 +29,7 @@ import threading
 import time
 import zipfile
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -50,7 +51,8 @@ except (ModuleNotFoundError, KeyboardInterrupt) as error:
     sys.exit(2 if str(error) else 130)
 
 SCRIPT = "ppo_atari_rnd"
-CORES = len(os.sched_getaffinity(0))
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # under torchrun
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
 ENV_THREADS = CORES  # by default
 CHANNELS = 1  # of one frame
 ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM holds the number of the room
@@ -149,22 +151,22 @@ class Args:
     rnd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
     warmup_steps: int = 6400  # steps an env of random play that start the observation statistics
 
-    batch_size = property(lambda self: self.num_envs * self.num_steps)
+    batch_size = property(lambda self: self.num_envs * self.num_steps * WORLD)  # of all ranks
     iterations = property(lambda self: self.total_timesteps // self.batch_size)
 
     def validate(self):
         """Raise UsageError for what would train nothing or train on NaN."""
-        batch = self.batch_size
-        low = dict(num_envs=1, num_steps=1, update_epochs=1, minibatch_size=2, total_timesteps=batch, noop_max=1)
+        batch = self.batch_size // WORLD
+        low = dict(num_envs=1, num_steps=1, update_epochs=1, minibatch_size=2, noop_max=1)
         low |= dict(frame_skip=1, stack=1, max_episode_steps=1, rnd_features=1, warmup_steps=1)
-        low["eval_episodes"] = int(bool(self.eval_every or self.evaluate))
+        low |= dict(eval_episodes=int(bool(self.eval_every or self.evaluate)), total_timesteps=self.batch_size)
         high = dict(gamma=1, gamma_int=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024)
         high |= dict(repeat_action_probability=1, predictor_share=1, noop_max=1000, frame_skip=100, stack=100)
         high |= dict(max_episode_steps=2**31 - 1, env_threads=1024)
         for name, value in vars(self).items():
             least, most = low.get(name, 0), high.get(name, 10**15)
             if isinstance(value, int | float) and name != "target_return" and not least <= value <= most:
-                size = f" (an iteration is {batch})" * (name in ("minibatch_size", "total_timesteps"))
+                size = f" (an iteration is {batch * WORLD})" * (name in ("minibatch_size", "total_timesteps"))
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
         if self.minibatch_size % (self.num_steps if self.minibatches == "envs" else 1) or batch % self.minibatch_size:
             allowed = ", ".join(str(n * self.num_steps) for n in range(1, self.num_envs + 1) if self.num_envs % n == 0)
@@ -360,10 +362,12 @@ class RunningMoments(nn.Module):
 
     def update(self, x, unit: float = 1.0):
         """x: (B, *shape), measured in `unit`; pixels in float32, which is fast and exact for sums of 256 rows."""
-        self.sums[0] += len(x)
+        new = torch.zeros_like(self.sums)
+        new[0] = len(x)
         for part in x.split(256):
             part = part.float() if x.dtype == torch.uint8 else part.double()
-            self.sums[1:] += torch.stack([part.sum(0).double() / unit, part.square().sum(0).double() / unit**2])
+            new[1:] += torch.stack([part.sum(0).double() / unit, part.square().sum(0).double() / unit**2])
+        self.sums += reduced(new)
 
     def mean(self):
         return self.sums[1] / self.sums[0]
@@ -459,6 +463,32 @@ def order(kind: str, T: int, N: int, epochs: int):
     return (torch.arange(T * N).view(T, N).T.flatten() if kind == "envs" else torch.randperm(T * N)).expand(epochs, -1)
 
 
+def among_ranks(collective, *args):
+    """Call a collective of torch.distributed; ConnectionError where another rank is lost."""
+    try:
+        collective(*args)
+    except RuntimeError as error:
+        raise ConnectionError(f"rank {RANK} of {WORLD} lost another one: {str(error).splitlines()[0]}") from None
+
+
+def reduced(x):
+    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+    if WORLD > 1:
+        among_ranks(torch.distributed.all_reduce, x := x.clone(memory_format=torch.contiguous_format))
+    return x
+
+
+def reduce_gradients(parameters):
+    """Replace gradients by their sums over torchrun's ranks, in one flat all-reduce; None stays where all have None."""
+    if WORLD > 1:
+        parameters = list(parameters)
+        flat = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten() for p in parameters]
+        given = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=flat[0].device)
+        *sums, given = reduced(torch.cat([*flat, given])).split([*map(len, flat), len(flat)])
+        for p, grad, some in zip(parameters, sums, given.tolist(), strict=True):
+            p.grad = torch.empty_like(p).copy_(grad.view_as(p)) if some else None  # fused Adam needs the strides of p
+
+
 def schedule(step: int, knots, flag: str = "") -> float:
     """The value at `step`: linear between "step:value" knots, constant outside them; a bare value is constant."""
     try:
@@ -505,10 +535,11 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
             print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
             return dict(step=saved["step"], run=str(saved["path"].parent))
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(args.seed)
     # A resumed run must not replay the emulators' random numbers, which no checkpoint can save.
     stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
+    stream += f" of rank {RANK}" * (RANK > 0)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(stream_seed(args.seed, stream) if RANK else args.seed)
     envs = make_envs(args, stream, 1 if args.evaluate else args.num_envs) if own else envs
     T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     autoreset = envs.metadata.get("autoreset_mode")
@@ -529,7 +560,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps, fused=True)
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     micro_batch = -(-micro_batch // T) * T if args.memory == "gru" else micro_batch  # rows of whole environments
-    num_minibatches, share = args.batch_size // args.minibatch_size, args.predictor_share or min(1, 32 / N)
+    num_minibatches, share = T * N // args.minibatch_size, args.predictor_share or min(1, 32 / N)
 
     step, metrics, episodes, over, (obs, _) = 0, {}, Episodes(N), np.zeros(N, bool), envs.reset()
     seen = np.zeros(256, bool)  # rooms, ever
@@ -540,14 +571,19 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             agent.load_state_dict(saved["agent"])
             rnd.load_state_dict(saved["rnd"])
             optimizer.load_state_dict(saved["optimizer"])
-        if args.resume and saved["envs"] and hasattr(envs, "set_state"):  # without it the games start anew
+        # Without set_state, and with several ranks, the games start anew.
+        if args.resume and WORLD == 1 and saved["envs"] and hasattr(envs, "set_state"):
             envs.set_state(saved["envs"])
             obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
             memory, fresh = saved["memory"].to(device), saved["fresh"].numpy()
-        if args.resume:
+        if args.resume and WORLD == 1:
             set_rng_state(saved["rng"], device)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
+    for x in nn.ModuleList([agent, rnd]).state_dict().values():  # all ranks begin as rank 0
+        x.copy_(reduced(x if RANK == 0 else torch.zeros_like(x)))
+    if args.evaluate and RANK:
+        return {}
     if args.evaluate:
         return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
 
@@ -556,7 +592,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), optimizer=optimizer.state_dict())
         now |= dict(memory=memory, fresh=torch.from_numpy(fresh))
         now |= dict(episodes=(N, episodes.returns.tolist(), episodes.lengths.tolist()), rng=get_rng_state(device))
-        return copy.deepcopy(now | dict(envs=envs.get_state() if hasattr(envs, "get_state") else None))
+        return copy.deepcopy(now | dict(envs=envs.get_state() if WORLD == 1 and hasattr(envs, "get_state") else None))
 
     # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
     # autoreset the row after an end is no transition, its action is ignored: valid_t = not done_t masks policy and
@@ -594,7 +630,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     ].tolist()
                     rewards[t, i] += args.gamma * value[0]
                     terminated[t, i], cut_int[t, i] = 1, args.gamma_int * value[1] * args.int_episodic
-                run.lap("env", N / 2)
+                run.lap("env", N * WORLD / 2)
             observations[T] = torch.from_numpy(obs)
             values[T] = act(observations[T], memory, torch.from_numpy(fresh).to(device, torch.float32))[1]
             run.lap("policy")
@@ -631,7 +667,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             stats = torch.zeros(args.update_epochs, num_minibatches, len(TERMS) + 2, device=device)
             for epoch, epoch_rows in enumerate(order(args.minibatches, T, N, args.update_epochs)):
                 for m, minibatch in enumerate(epoch_rows.split(args.minibatch_size)):
-                    count = batch[-1][minibatch.to(device, non_blocking=True)].sum().clamp(min=1)
+                    count = reduced(batch[-1][minibatch.to(device, non_blocking=True)].sum()).clamp(min=1)
                     optimizer.zero_grad()
                     for i in minibatch.split(micro_batch):
                         rows = i.to(device, non_blocking=True)
@@ -644,7 +680,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     # Which rows, or features of them, train the predictor; the others do not go through it
                     columns = 1 if args.predictor_mask == "sample" else args.rnd_features
                     kept = torch.rand(len(minibatch), columns) < share
-                    total, some = max(kept.sum().item(), 1) * args.rnd_features / columns, kept.any(1)
+                    total, some = max(reduced(kept.sum()).item(), 1) * args.rnd_features / columns, kept.any(1)
                     for i, kept_i in zip(
                         minibatch[some].split(micro_batch), kept[some].split(micro_batch), strict=True
                     ):
@@ -654,27 +690,34 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         predictor = (error * kept_i).sum() / total
                         predictor.backward()
                         stats[epoch, m, -2] += predictor.detach()
+                    reduce_gradients(weights)
                     stats[epoch, m, -1] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
                     optimizer.step()
                     run.lap("learn", args.batch_size / 2 / args.update_epochs / num_minibatches)
+            stats[..., :-1] = reduced(stats[..., :-1])
             metrics = dict(zip((*TERMS, "loss/predictor", "train/grad_norm"), stats.mean((0, 1)).tolist(), strict=True))
             for name, mean in metrics.items():
                 if not np.isfinite(mean):
                     raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
             step += args.batch_size
-            metrics |= {"train/lr": lr, "train/valid_frac": valid.mean().item(), "int/reward_raw": raw.mean().item()}
+            metrics |= {
+                "train/lr": lr,
+                "train/valid_frac": reduced(valid.mean()).item() / WORLD,
+                "int/reward_raw": raw.mean().item(),
+            }
             metrics |= {"int/reward_norm": bonus.mean().item(), "int/return_std": rnd.returns.std().item()}
             for name, left, whole in zip(("train", "int"), unexplained, variance, strict=True):
                 metrics[f"{name}/explained_variance"] = 1 - left / whole if whole > 0 else None
+            seen = reduced(torch.from_numpy(seen).int()).numpy() > 0
             metrics["episode/rooms_ever"] = int(seen.sum()) if seen.any() else None
             run.lap("learn")
-            if own and args.eval_every and step % args.eval_every < args.batch_size:
+            if own and RANK == 0 and args.eval_every and step % args.eval_every < args.batch_size:
                 metrics["eval/return"] = evaluate_splits(agent, args)["game"]["mean"]
             metrics = run.log(step, metrics)
             if args.target_return is not None and metrics.get("episode/return", -np.inf) >= args.target_return:
                 run.say(f"--target-return {args.target_return} reached at step {step:,}")
                 run.args, run.total = replace(args, total_timesteps=step), step
-        if own and args.eval_episodes and run.completed:
+        if own and RANK == 0 and args.eval_episodes and run.completed:
             metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
     return metrics | dict(step=step, run=str(run.folder))
 
@@ -768,25 +811,11 @@ class Run(contextlib.AbstractContextManager):
         self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
         self.start = self.mark = time.perf_counter()
         config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
-        self.say = (lambda text: None) if args.quiet else lambda text: print(text, flush=True)
+        quiet = args.quiet or RANK > 0
+        self.say = (lambda text: None) if quiet else lambda text: print(text, flush=True)
         try:
-            if not saved and self.folder.exists() and any(self.folder.iterdir()):
-                raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
-            if args.track:
-                import wandb
-
-                wandb.init(id=self.folder.name, resume="allow", config=asdict(args), sync_tensorboard=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
-            rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
-            rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
-            rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
-            text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
-            write_atomically(table, text.encode())
-            write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
-            self.csv = open(table, "a", buffering=1)  # line by line
-            self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
-            self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(args).items()))
+            if RANK == 0:  # the others write nothing
+                self.set_up(saved, config, table)
         except (UsageError, ImportError):
             raise
         except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
@@ -795,12 +824,33 @@ class Run(contextlib.AbstractContextManager):
         weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
         self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
         self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
-        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=args.quiet or not sys.stderr.isatty())
+        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=quiet or not sys.stderr.isatty())
         self.bar = tqdm(total=self.total, initial=self.first, **bar)
+
+    def set_up(self, saved: dict | None, config: dict, table: Path):
+        if not saved and self.folder.exists() and any(self.folder.iterdir()):
+            raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
+        if self.args.track:
+            import wandb
+
+            wandb.init(id=self.folder.name, resume="allow", config=asdict(self.args), sync_tensorboard=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
+        rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
+        rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
+        rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
+        text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
+        write_atomically(table, text.encode())
+        write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
+        self.csv = open(table, "a", buffering=1)  # line by line
+        self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
+        self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(self.args).items()))
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
-        if isinstance(error, KeyboardInterrupt | SystemExit) and hasattr(self, "state"):
+        if RANK:
+            return
+        if isinstance(error, KeyboardInterrupt | SystemExit | ConnectionError) and hasattr(self, "state"):
             self.write("checkpoint.pt")
             print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
         with contextlib.suppress(OSError):  # of a full disk, which was reported before
@@ -813,6 +863,7 @@ class Run(contextlib.AbstractContextManager):
         better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
         # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
         late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
+        late = bool(reduced(torch.tensor(float(late and RANK == 0))))  # all ranks stop together
         self.best = mean if better else self.best
         self.state = state() | dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
         if better:
@@ -820,7 +871,7 @@ class Run(contextlib.AbstractContextManager):
         if self.completed or late or now - self.written >= self.args.checkpoint_every:
             self.write("checkpoint.pt")
             self.written = now
-            if keep := self.args.keep_checkpoints:
+            if (keep := self.args.keep_checkpoints) and RANK == 0:
                 self.write(f"step_{step}.pt")
                 for old in sorted(self.folder.glob("step_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
                     old.unlink()
@@ -831,8 +882,9 @@ class Run(contextlib.AbstractContextManager):
         return not (late or self.completed)
 
     def write(self, name: str):
-        torch.save(self.state, file := io.BytesIO())
-        write_atomically(self.folder / name, file.getbuffer())
+        if RANK == 0:
+            torch.save(self.state, file := io.BytesIO())
+            write_atomically(self.folder / name, file.getbuffer())
 
     def lap(self, phase: str, steps: float = 0) -> float:
         """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`; all of it so far."""
@@ -843,6 +895,9 @@ class Run(contextlib.AbstractContextManager):
 
     def log(self, step: int, metrics: dict) -> dict:
         """Add what every script logs and write one row; what is missing or None is an empty cell."""
+        if WORLD > 1:
+            among_ranks(torch.distributed.all_gather_object, every := [None] * WORLD, self.games)
+            self.games = [game for games in every for game in games]
         games = np.mean(self.games, axis=0).tolist() if self.games else ()
         metrics = self.laps | dict(zip(COLUMNS[3:6], games, strict=False)) | metrics
         self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
@@ -851,10 +906,11 @@ class Run(contextlib.AbstractContextManager):
         self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
         row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
         cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
-        self.csv.write(",".join(cells) + "\n")
-        for name, value in row.items():
-            self.tensorboard.add_scalar(name, value, step)
-        self.tensorboard.flush()
+        if RANK == 0:
+            self.csv.write(",".join(cells) + "\n")
+            for name, value in row.items():
+                self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()
         score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
         self.bar.n = step
         self.bar.set_postfix_str(f"return {score:.5}")
@@ -864,14 +920,20 @@ class Run(contextlib.AbstractContextManager):
 
 
 def choose_device(args: Args) -> torch.device:
-    """args.device, tried out; also sets the thread count of PyTorch and, on a CPU, keeps freed memory."""
+    """args.device, tried out; also sets PyTorch's threads, meets the other ranks and, on a CPU, keeps freed memory."""
     try:
         device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
+        if WORLD > 1 and device.type == "cuda":  # one GPU a rank
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         torch.zeros(1, device=device)
         assert device.type in ("cpu", "cuda"), "not a device to train on"
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
+    if WORLD > 1 and not torch.distributed.is_initialized():  # a day: the others wait while rank 0 evaluates
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
     if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**30)
@@ -885,7 +947,8 @@ def provenance(device) -> dict:
     versions = {dist.name: dist.version for dist in metadata.distributions()}
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return dict(git=git or None, versions=versions, cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu)
+    hardware = dict(cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu, ranks=WORLD)
+    return dict(git=git or None, versions=versions) | hardware
 
 
 def get_rng_state(device) -> tuple:
@@ -952,6 +1015,8 @@ def main(argv=None) -> int:
             args = tyro.cli(Args, args=argv, default=Args(**before))
             args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
         train(args)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:
         return getattr(stop, "code", 130)
@@ -959,7 +1024,8 @@ def main(argv=None) -> int:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
             raise
         mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
+        if RANK == 0 or not isinstance(error, UsageError):  # bad usage is every rank's
+            print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | ImportError) else 1
 
 
