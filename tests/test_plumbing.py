@@ -73,7 +73,7 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         tyros=["--frame-size 85", "--bonus-on both", "--int-norm max"],
     ),
     "ppo_atari_snd": dict(
-        tiny=f"--env-id Breakout --warmup-steps 8 --snd-features 8 --max-episode-steps 30 {COMMON}",
+        tiny=f"--env-id Breakout --warmup-steps 8 --snd-features 8 --max-episode-steps 30 --update-epochs 1 {COMMON}",
         args=dict(warmup_steps=2, snd_features=4),
         shape=(4, 44, 44),
         splits={"game": "eval/return"},
