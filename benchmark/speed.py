@@ -86,13 +86,10 @@ def plain_device(args):
     return device
 
 
-def eager_ppo_procgen(script, args) -> Stopwatch:
-    """PPO the common way: what `ppo_procgen.train` computes, without any of its care for speed."""
-    import numpy as np
-    import torch
+def impala_net(args, shape, num_actions):
+    """The network of both Procgen scripts, in PyTorch's own layout and with a padded max-pool."""
     import torch.nn.functional as F
     from torch import nn
-    from torch.distributions import Categorical
 
     class Block(nn.Module):
         def __init__(self, c):
@@ -119,11 +116,21 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
             x = F.relu(self.hidden(x))
             return self.actor(x), self.critic(x).squeeze(-1)
 
+    return Net(shape, num_actions)
+
+
+def eager_ppo_procgen(script, args) -> Stopwatch:
+    """PPO the common way: what `ppo_procgen.train` computes, without any of its care for speed."""
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.distributions import Categorical
+
     device = plain_device(args)
     torch.manual_seed(args.seed)
     envs = script.make_envs(args, "training", args.num_envs)
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
-    net = Net(shape, envs.single_action_space.n).to(device)
+    net = impala_net(args, shape, envs.single_action_space.n).to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr))
     obs_rows = torch.zeros(T, N, *shape, device=device)
     actions, logps, rewards, dones = (torch.zeros(T, N, device=device) for _ in range(4))
@@ -303,6 +310,194 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm or float("inf"))
+                optimizer.step()
+                loss.item()
+        lap("learn")
+        watch.row(**phases)
+    envs.close()
+    return watch
+
+
+def eager_ppo_atari_snd(script, args) -> Stopwatch:
+    """PPO with SND-V the common way: float32 rows, contiguous layout, bonus step by step, whole minibatches at once."""
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.distributions import Categorical
+
+    def convolutions(channels, sizes, activation):
+        sizes = zip([channels, *(size[0] for size in sizes)], sizes, strict=False)
+        return [part for a, (b, *rest) in sizes for part in (nn.Conv2d(a, b, *rest), activation())] + [nn.Flatten()]
+
+    class Net(nn.Module):
+        def __init__(self, shape, num_actions):
+            super().__init__()
+            sizes = ((32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1))
+            trunk = nn.Sequential(*convolutions(shape[0], sizes, nn.ReLU))
+            width = trunk(torch.zeros(1, *shape)).shape[1]
+            self.trunk = nn.Sequential(trunk, nn.Linear(width, 512), nn.ReLU())
+            self.hidden_actor, self.hidden_critic = nn.Linear(512, 512), nn.Linear(512, 512)
+            self.actor, self.critic = nn.Linear(512, num_actions), nn.Linear(512, 2)
+
+        def forward(self, x):
+            x = self.trunk(x / 255)
+            return self.actor(self.hidden_actor(x).relu()), self.critic(self.hidden_critic(x).relu())
+
+    device, features = plain_device(args), args.snd_features
+    torch.manual_seed(args.seed)
+    envs = script.make_envs(args, "training", args.num_envs)
+    T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
+    net, sizes = Net(shape, envs.single_action_space.n).to(device), script.SND_NETS["elu4"][1:]
+    parts = [nn.Sequential(*convolutions(1, sizes, nn.ELU)) for _ in range(2)]
+    width = parts[0](torch.zeros(1, 1, *shape[1:])).shape[1]
+    target = nn.Sequential(parts[0], nn.Linear(width, features)).to(device)
+    hidden = [nn.Linear(width, features), nn.ELU(), nn.Linear(features, features), nn.ELU()]
+    predictor = nn.Sequential(parts[1], *hidden, nn.Linear(features, features)).to(device)
+    weights = [*net.parameters(), *predictor.parameters(), *target.parameters()]
+    optimizer = torch.optim.Adam(weights, lr=script.schedule(0, args.lr))
+    obs_rows = torch.zeros(T, N, *shape, device=device)
+    actions, logps, rewards, dones, bonus = (torch.zeros(T, N, device=device) for _ in range(5))
+    values = torch.zeros(T, N, 2, device=device)
+    mean, var, count = np.zeros(shape[1:]), np.ones(shape[1:]), 1e-4
+    obs = torch.Tensor(envs.reset()[0]).to(device)
+    share, pairs, watch = args.predictor_share or min(1, 32 / N), args.minibatch_size // 8, Stopwatch()
+
+    def normalised(frames):
+        scale = torch.from_numpy(np.sqrt(var)).to(device)
+        return ((frames[:, -1:] - torch.from_numpy(mean).to(device)) / scale).clamp(-1, 1).float()
+
+    for _ in range(args.iterations):
+        phases, mark = dict(env=0.0, policy=0.0, bonus=0.0, learn=0.0), time.perf_counter()
+
+        def lap(phase, phases=phases):
+            nonlocal mark
+            now = time.perf_counter()
+            phases[phase], mark = phases[phase] + now - mark, now
+
+        for t in range(T):
+            obs_rows[t] = obs
+            with torch.no_grad():
+                logits, values[t] = net(obs)
+                policy = Categorical(logits=logits)
+                action = policy.sample()
+            actions[t], logps[t] = action, policy.log_prob(action)
+            action = action.cpu().numpy()
+            lap("policy")
+            with torch.no_grad():
+                x = normalised(obs)
+                bonus[t] = (args.eta * (predictor(x) - target(x)).pow(2).mean(1)).clamp(max=1)
+            lap("bonus")
+            obs, reward, ended, cut, _ = envs.step(action)
+            rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(ended | cut).to(device)
+            obs = torch.Tensor(obs).to(device)
+            lap("env")
+        frames = obs_rows[:, :, -1].flatten(0, 1).cpu().numpy()
+        batch_mean, batch_var, total = frames.mean(0), frames.var(0), count + len(frames)
+        delta = batch_mean - mean
+        var = (var * count + batch_var * len(frames) + delta**2 * count * len(frames) / total) / total
+        mean, count = mean + delta * len(frames) / total, total
+        lap("bonus")
+        with torch.no_grad():
+            following, trace, advantages = net(obs)[1], torch.zeros(N, 2, device=device), torch.zeros_like(values)
+            gammas = torch.tensor([args.gamma, args.gamma_int], device=device)
+            for t in reversed(range(T)):
+                alive = (1 - dones[t])[:, None]
+                delta = torch.stack([rewards[t], bonus[t]], -1) + gammas * following * alive - values[t]
+                advantages[t] = trace = delta + gammas * args.gae_lambda * alive * trace
+                following = values[t]
+            returns = advantages + values
+            combined = advantages @ torch.tensor([args.ext_coef, args.int_coef], device=device, dtype=torch.float32)
+        lap("policy")
+        rows = [x.flatten(0, 1) for x in (obs_rows, actions, logps, combined, returns)]
+        for _ in range(args.update_epochs):
+            for _ in range(T * N // args.minibatch_size):
+                index = np.random.randint(T * N, size=args.minibatch_size)
+                seen, action, logp, advantage, goal = (x[index] for x in rows)
+                logits, value = net(seen)
+                policy = Categorical(logits=logits)
+                ratio = (policy.log_prob(action) - logp).exp()
+                surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
+                loss = 0.5 * args.vf_coef * (value - goal).pow(2).sum(1).mean() - surrogate
+                loss = loss - args.ent_coef * policy.entropy().mean()
+                x = normalised(seen)
+                error = (predictor(x) - target(x).detach()).pow(2)
+                mask = (torch.rand_like(error) < share).float()
+                loss = loss + (error * mask).sum() / mask.sum().clamp(min=1)
+                one, other = np.random.randint(T * N, size=(2, pairs))
+                far = torch.rand(pairs, device=device) < 0.5
+                second = torch.where(far[:, None, None, None], rows[0][other], rows[0][one])
+                a, b = (target(script.distort(normalised(frames), "tiles")) for frames in (rows[0][one], second))
+                loss = loss + script.contrastive(a, b, far.float())
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
+                optimizer.step()
+                loss.item()
+        lap("learn")
+        watch.row(**phases)
+    envs.close()
+    return watch
+
+
+def eager_impala_procgen(script, args) -> Stopwatch:
+    """IMPALA the common way, one after the other: all environments act, then batches of whole fragments are learned."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.distributions import Categorical
+
+    device = plain_device(args)
+    torch.manual_seed(args.seed)
+    envs = script.make_envs(args, "training", args.num_envs)
+    T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
+    net = impala_net(args, shape, envs.single_action_space.n).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr))
+    obs_rows = torch.zeros(T + 1, N, *shape, device=device)
+    actions, logps, rewards, dones = (torch.zeros(T, N, device=device) for _ in range(4))
+    obs = torch.Tensor(envs.reset()[0].copy()).to(device)
+    watch, fragments = Stopwatch(), args.minibatch_size // T
+    watch.batch_size = T * N
+    for _ in range(args.iterations):
+        phases, mark = dict(env=0.0, policy=0.0, learn=0.0), time.perf_counter()
+
+        def lap(phase, phases=phases):
+            nonlocal mark
+            now = time.perf_counter()
+            phases[phase], mark = phases[phase] + now - mark, now
+
+        for t in range(T):
+            obs_rows[t] = obs
+            with torch.no_grad():
+                policy = Categorical(logits=net(obs)[0])
+                action = policy.sample()
+            actions[t], logps[t] = action, policy.log_prob(action)
+            action = action.cpu().numpy()
+            lap("policy")
+            obs, reward, terminated, _, _ = envs.step(action)
+            rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(terminated).to(device)
+            obs = torch.Tensor(obs.copy()).to(device)
+            lap("env")
+        obs_rows[T] = obs
+        for start in range(0, N, fragments):
+            some = slice(start, start + fragments)
+            action, logp, reward, alive = actions[:, some], logps[:, some], rewards[:, some], 1 - dones[:, some]
+            for _ in range(args.update_epochs):
+                logits, value = (x.unflatten(0, (T + 1, -1)) for x in net(obs_rows[:, some].flatten(0, 1)))
+                policy = Categorical(logits=logits[:-1])
+                new_logp = policy.log_prob(action)
+                with torch.no_grad():
+                    rho = (new_logp - logp).exp().clamp(max=1)
+                    vs, trace = value.clone(), torch.zeros_like(value[0])
+                    for t in reversed(range(T)):
+                        delta = rho[t] * (reward[t] + args.gamma * alive[t] * value[t + 1] - value[t])
+                        trace = delta + args.gamma * alive[t] * rho[t] * trace
+                        vs[t] += trace
+                    advantage = rho * (reward + args.gamma * alive * vs[1:] - value[:-1])
+                loss = 0.5 * args.vf_coef * F.mse_loss(value[:-1], vs[:-1]) - (new_logp * advantage).mean()
+                loss = loss - script.schedule(0, args.ent_coef) * policy.entropy().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
                 optimizer.step()
                 loss.item()
         lap("learn")
@@ -504,8 +699,8 @@ def rnd(script, args) -> Stopwatch:
 BASELINES = {
     "ppo_procgen": {"eager": eager_ppo_procgen},
     "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd},
-    "ppo_atari_snd": {"rnd": rnd},
-    "impala_procgen": {"ppo": ppo, "sync": sync},
+    "ppo_atari_snd": {"eager": eager_ppo_atari_snd, "rnd": rnd},
+    "impala_procgen": {"eager": eager_impala_procgen, "ppo": ppo, "sync": sync},
     "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory, "sb3": sb3},
 }
 

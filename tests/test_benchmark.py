@@ -13,6 +13,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import features  # noqa: E402
+import floor  # noqa: E402
 import live  # noqa: E402
 
 import ppo_atari_rnd  # noqa: E402
@@ -109,3 +110,29 @@ def test_projection():
     third = plane + torch.randn(50, 1) @ basis[2:3]
     variances = np.linalg.eigvalsh(np.cov(third.numpy().T))[::-1]
     assert features.project(third)[1] == pytest.approx(variances[:2].sum() / variances.sum(), rel=1e-4)
+
+
+def test_floor_counts_every_layer():
+    """Arithmetic of a network by hand, in the order of its layers, each with the shape it sees."""
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 32, 8, 4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(32 * 20 * 20, 7)
+    )
+    found = floor.layers_of(network, torch.zeros(2, 4, 84, 84), lambda net, x: net(x))
+    assert [tuple(shape) for _, shape, _ in found] == [(4, 84, 84), (12800,)]
+    assert [floor.flops(*layer) for layer in found] == [2 * 4 * 8 * 8 * 32 * 20 * 20, 2 * 12800 * 7]
+    assert 0 < floor.alone(found, 4, False) < floor.alone(found, 4, True) * 2
+
+
+def test_floor_command(tmp_path, monkeypatch, capsys):
+    """A learner is at most about as fast as its layers alone; the file holds what is printed."""
+    import json
+
+    flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 64 --channels 8 8 8 --torch-threads 1"
+    monkeypatch.setattr(floor, "PIECES", (16, 64))
+    assert floor.main(["ppo_procgen", "--json", str(tmp_path / "x.json"), "--", *flags.split()]) == 0
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert result == json.loads(capsys.readouterr().out) and 0 < result["learner_share"] < 1.5
+    convolutions = 2 * 9 * 64 * 64 * 6 * 8 + 2 * 9 * 8 * 8 * (4 * 32**2 + 32**2 + 4 * 16**2 + 16**2 + 4 * 8**2)
+    first, heads = 2 * 9 * 64 * 64 * 6 * 8, 2 * (8 * 256 + 256 * 15 + 256)
+    expected = 3 * (3 * (convolutions + heads) - first)
+    assert result["update_gflop_per_row"] == pytest.approx(expected / 1e9)
