@@ -25,12 +25,13 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
+LEAST = 0.3  # seconds of a measurement
 
 
-def seconds(work, least: float = 0.3) -> float:
-    """Median time of one call, over at least `least` seconds and 3 calls, after one that warms up."""
+def seconds(work) -> float:
+    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up."""
     work()
-    times, end = [], time.perf_counter() + least
+    times, end = [], time.perf_counter() + LEAST
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         work()
@@ -155,7 +156,7 @@ def main(argv=None) -> int:
         work = lambda: agent(frames, torch.zeros(batch, agent.memory), torch.zeros(batch))  # noqa: E731
     else:
         work = lambda: agent(frames)  # noqa: E731
-    forward = batch / seconds(torch.no_grad()(work), 2.0)
+    forward = batch / seconds(torch.no_grad()(work))
     acting = rows / metrics["time/policy_s"]
     result = dict(
         script=options.script,

@@ -129,6 +129,7 @@ def test_floor_command(tmp_path, monkeypatch, capsys):
 
     flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 64 --channels 8 8 8 --torch-threads 1"
     monkeypatch.setattr(floor, "PIECES", (16, 64))
+    monkeypatch.setattr(floor, "LEAST", 0.01)
     assert floor.main(["ppo_procgen", "--json", str(tmp_path / "x.json"), "--", *flags.split()]) == 0
     result = json.loads((tmp_path / "x.json").read_text())
     assert result == json.loads(capsys.readouterr().out) and 0 < result["learner_share"] < 1.5
