@@ -353,7 +353,7 @@ def among_ranks(collective, *args):
     try:
         collective(*args)
     except RuntimeError as error:
-        raise ConnectionError(f"rank {RANK} of {WORLD} lost another one: {str(error).splitlines()[0]}") from None
+        raise ConnectionError(f"another of the {WORLD} ranks is lost: {str(error).splitlines()[0]}") from None
 
 
 def reduced(x):
@@ -368,9 +368,8 @@ def reduce_gradients(parameters):
     if WORLD > 1:
         parameters = list(parameters)
         flat = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten() for p in parameters]
-        given = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=flat[0].device)
-        *sums, given = reduced(torch.cat([*flat, given])).split([*map(len, flat), len(flat)])
-        for p, grad, some in zip(parameters, sums, given.tolist(), strict=True):
+        given = reduced(torch.tensor([p.grad is not None for p in parameters]).int()).tolist()
+        for p, grad, some in zip(parameters, reduced(torch.cat(flat)).split([*map(len, flat)]), given, strict=True):
             p.grad = torch.empty_like(p).copy_(grad.view_as(p)) if some else None  # fused Adam needs the strides of p
 
 
@@ -592,7 +591,7 @@ def train(args: Args, envs: list | None = None) -> dict:
     stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
     stream += f" of rank {RANK}" * (RANK > 0)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(stream_seed(args.seed, stream) if RANK else args.seed)
+        seed(args.seed if stream == "training" else stream_seed(args.seed, stream))
     T, N, G = args.num_steps, args.num_envs // args.num_groups, args.num_groups
     if own:
         envs = [make_envs(args, f"{stream} {g}", 1 if args.evaluate else N) for g in range(1 if args.evaluate else G)]
@@ -631,6 +630,8 @@ def train(args: Args, envs: list | None = None) -> dict:
         raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
     for x in agent.state_dict().values():  # all ranks begin as rank 0
         x.copy_(reduced(x if RANK == 0 else torch.zeros_like(x)))
+    if reduced(torch.tensor(step)) != step * WORLD:
+        raise UsageError("--resume: the ranks read different checkpoints")
     if args.evaluate and RANK:
         return {}
     if args.evaluate:
@@ -684,7 +685,7 @@ def train(args: Args, envs: list | None = None) -> dict:
         while run.goes_on(step, state):
             # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
             if args.sync:
-                turn = step // (N * T)
+                turn = step // (N * T * WORLD)
                 dataset = [groups[(turn + k) % G].rollout(policy, T, args.gamma) for k in range(per_dataset)]
             else:
                 for thread in threads:
@@ -874,6 +875,8 @@ class Run(contextlib.AbstractContextManager):
         self.bar.close()
         if RANK:
             return
+        for number in (signal.SIGINT, signal.SIGTERM) if WORLD > 1 else ():  # torchrun's, when another rank is lost
+            signal.signal(number, signal.SIG_IGN)
         if isinstance(error, KeyboardInterrupt | SystemExit | ConnectionError) and hasattr(self, "state"):
             self.write("checkpoint.pt")
             print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
@@ -1040,6 +1043,7 @@ def main(argv=None) -> int:
             args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
         train(args)
         if torch.distributed.is_initialized():
+            reduced(torch.zeros(1))  # the others wait for rank 0's evaluation
             torch.distributed.destroy_process_group()
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -1048,8 +1052,8 @@ def main(argv=None) -> int:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
             raise
         mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        if RANK == 0 or not isinstance(error, UsageError):  # bad usage is every rank's
-            print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
+        who = f"{SCRIPT}.py" + f", rank {RANK}" * (WORLD > 1)
+        print(f"{who}: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | ImportError) else 1
 
 

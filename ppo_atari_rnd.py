@@ -468,7 +468,7 @@ def among_ranks(collective, *args):
     try:
         collective(*args)
     except RuntimeError as error:
-        raise ConnectionError(f"rank {RANK} of {WORLD} lost another one: {str(error).splitlines()[0]}") from None
+        raise ConnectionError(f"another of the {WORLD} ranks is lost: {str(error).splitlines()[0]}") from None
 
 
 def reduced(x):
@@ -483,9 +483,8 @@ def reduce_gradients(parameters):
     if WORLD > 1:
         parameters = list(parameters)
         flat = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten() for p in parameters]
-        given = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=flat[0].device)
-        *sums, given = reduced(torch.cat([*flat, given])).split([*map(len, flat), len(flat)])
-        for p, grad, some in zip(parameters, sums, given.tolist(), strict=True):
+        given = reduced(torch.tensor([p.grad is not None for p in parameters]).int()).tolist()
+        for p, grad, some in zip(parameters, reduced(torch.cat(flat)).split([*map(len, flat)]), given, strict=True):
             p.grad = torch.empty_like(p).copy_(grad.view_as(p)) if some else None  # fused Adam needs the strides of p
 
 
@@ -539,7 +538,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
     stream += f" of rank {RANK}" * (RANK > 0)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(stream_seed(args.seed, stream) if RANK else args.seed)
+        seed(args.seed if stream == "training" else stream_seed(args.seed, stream))
     envs = make_envs(args, stream, 1 if args.evaluate else args.num_envs) if own else envs
     T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     autoreset = envs.metadata.get("autoreset_mode")
@@ -560,7 +559,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps, fused=True)
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     micro_batch = -(-micro_batch // T) * T if args.memory == "gru" else micro_batch  # rows of whole environments
-    num_minibatches, share = T * N // args.minibatch_size, args.predictor_share or min(1, 32 / N)
+    num_minibatches, share = T * N // args.minibatch_size, args.predictor_share or min(1, 32 / N / WORLD)
 
     step, metrics, episodes, over, (obs, _) = 0, {}, Episodes(N), np.zeros(N, bool), envs.reset()
     seen = np.zeros(256, bool)  # rooms, ever
@@ -582,6 +581,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
     for x in nn.ModuleList([agent, rnd]).state_dict().values():  # all ranks begin as rank 0
         x.copy_(reduced(x if RANK == 0 else torch.zeros_like(x)))
+    if reduced(torch.tensor(step)) != step * WORLD:
+        raise UsageError("--resume: the ranks read different checkpoints")
     if args.evaluate and RANK:
         return {}
     if args.evaluate:
@@ -850,6 +851,8 @@ class Run(contextlib.AbstractContextManager):
         self.bar.close()
         if RANK:
             return
+        for number in (signal.SIGINT, signal.SIGTERM) if WORLD > 1 else ():  # torchrun's, when another rank is lost
+            signal.signal(number, signal.SIG_IGN)
         if isinstance(error, KeyboardInterrupt | SystemExit | ConnectionError) and hasattr(self, "state"):
             self.write("checkpoint.pt")
             print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
@@ -1016,6 +1019,7 @@ def main(argv=None) -> int:
             args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
         train(args)
         if torch.distributed.is_initialized():
+            reduced(torch.zeros(1))  # the others wait for rank 0's evaluation
             torch.distributed.destroy_process_group()
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -1024,8 +1028,8 @@ def main(argv=None) -> int:
         if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
             raise
         mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        if RANK == 0 or not isinstance(error, UsageError):  # bad usage is every rank's
-            print(f"{SCRIPT}.py: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
+        who = f"{SCRIPT}.py" + f", rank {RANK}" * (WORLD > 1)
+        print(f"{who}: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | ImportError) else 1
 
 

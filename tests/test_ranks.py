@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
+from conftest import NEXT_STEP, ROOT, FakeVecEnv, random_episodes
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 T, N = 8, 2  # N environments a rank
@@ -27,6 +27,7 @@ CASES = {  # epsilon: so that Adam's first steps do not turn rounding errors int
     ),
     "appo_atari": dict(num_minibatches=1, lr_schedule="kl", **ATARI, **GROUPS),
 }
+LEARNED = CASES["ppo_atari_snd"] | dict(target="vic", predictor_sum=True, minibatches="permuted")
 DRAWN = {  # what ranks draw for themselves; and overlap
     "impala_procgen": dict(channels=(4, 4, 4), num_groups=2, replay_slots=2, replay_proportion=0.5),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=0.1, minibatch_size=4, minibatches="drawn"),
@@ -40,30 +41,44 @@ class Part(FakeVecEnv):
 
     first = 0
 
+    def step(self, actions):
+        *rest, info = super().step(actions)
+        info["rooms"] = np.arange(256) == np.arange(self.num_envs)[:, None] + self.first  # each is in one of its own
+        return *rest, info
+
     def frame(self, env):
         seeds = [env + self.first, int(self.episode[env]), int(self.t[env])]
         return np.random.default_rng(seeds).integers(0, 256, self.shape, np.uint8)
 
 
 def envs_of(script, first, count):
-    shape, mode = ((4, 44, 44), NEXT_STEP) if "atari" in script else ((3, 16, 16), SAME_STEP)
-    envs = Part(random_episodes(2 * N, seed=3)[first : first + count], mode, shape=shape)
+    shape = (4, 44, 44) if "atari" in script else (3, 16, 16)
+    envs = Part(random_episodes(2 * N, seed=3)[first : first + count], NEXT_STEP, shape=shape)
     envs.first = first
     return [envs] if hasattr(importlib.import_module(script), "Group") else envs
 
 
-def run(script, options, envs, out, greedy=True):
+def run(script, options, envs, out, greedy=True, resume=None):
     """Train; the state of each checkpoint of this rank -> out, and the last metrics."""
     module = importlib.import_module(script)
-    original = module.sample, module.Run.write
-    if greedy:  # so that who draws does not matter
-        module.sample = lambda logits, generator=None: logits.argmax(-1)
-    module.Run.write = lambda run, name: torch.save(run.state, f"{out}.{name}")
-    try:
-        args = module.Args(**{**COMMON, **options}, run_dir=str(out.parent), run_name=out.name)
+    write, quiet = module.Run.write, dict(run_dir=str(out.parent), run_name=out.name)
+
+    def both(run, name):
+        write(run, name)  # fails on rank 1, whose folder does not exist, if it writes
+        torch.save(run.state, f"{out}.{name}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if greedy:  # so that who draws does not matter
+            patch.setattr(module, "sample", lambda logits, generator=None: logits.argmax(-1))
+        if options is LEARNED or resume and options.get("target") == "vic":  # a loss that is a sum over rows
+            loss = lambda snd, x, y, far: module.WORLD * snd.target(snd.preprocess(x)).square().sum() / 10  # noqa: E731
+            patch.setattr(module.SND, "target_loss", loss)
+        patch.setattr(module.Run, "write", both)
+        args = module.Args(**{**COMMON, **options, **quiet})
+        if resume:
+            args = module.Args(**torch.load(f"{resume}/checkpoint.pt")["args"] | dict(resume=str(resume)))
+            args.total_timesteps += 2 * N * T
         torch.save(module.train(args, envs), f"{out}.metrics")
-    finally:
-        module.sample, module.Run.write = original
 
 
 def worker(folder: Path):
@@ -71,24 +86,34 @@ def worker(folder: Path):
     rank = int(os.environ["RANK"])
     for script, options in CASES.items():
         run(script, options, envs_of(script, rank * N, N), folder / f"{script}{rank}")
+    run("ppo_atari_snd", LEARNED, envs_of("ppo_atari_snd", rank * N, N), folder / f"learned{rank}")
     for script, options in DRAWN.items():
         groups = options.get("num_groups")
         parts = [envs_of(script, rank * N + g, 1)[0] for g in range(groups)] if groups else envs_of(script, rank * N, N)
         run(script, options, parts, folder / f"drawn-{script}{rank}", greedy=False)
-    for script in CASES:  # with environments of its own
-        module, made = importlib.import_module(script), []
-        original = module.make_envs
+    for script, options in CASES.items():  # rank 0's run, by both
+        parts = envs_of(script, rank * N, N)
+        run(script, options, parts, folder / f"resumed-{script}{rank}", resume=folder / f"{script}0")
+    for script in ("impala_procgen", "appo_atari"):  # without overlap groups take turns
+        parts, options = [envs_of(script, g, 1)[0] for g in range(2)], DRAWN[script] | dict(sync=True)
+        options |= dict(minibatch_size=T, num_minibatches=1) if script == "appo_atari" else dict(minibatch_size=T)
+        options |= dict(total_timesteps=2 * 4 * T)
+        run(script, options, parts, folder / f"turns-{script}{rank}", greedy=False)
+        torch.save([len(part.actions) for part in parts], folder / f"counts-{script}{rank}")
+    for script, options in CASES.items():  # with environments of its own
+        module, streams = importlib.import_module(script), []
+        seed = module.stream_seed
 
-        def record(args, split, count, script=script, made=made):
-            made.append(split)
+        def make(args, split, count, script=script, module=module):
+            module.stream_seed(args.seed, split)  # as the true one does
             envs = envs_of(script, 0, count)
             return envs[0] if isinstance(envs, list) else envs
 
-        module.make_envs = record
-        options = CASES[script] | dict(total_timesteps=2 * N * T)
-        run(script, options, None, folder / f"own-{script}{rank}")
-        module.make_envs = original
-        torch.save([made, torch.rand(3)], folder / f"seeds-{script}{rank}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "make_envs", make)
+            patch.setattr(module, "stream_seed", lambda n, name, s=streams, f=seed: s.append(name) or f(n, name))
+            run(script, options | dict(total_timesteps=2 * N * T), None, folder / f"own-{script}{rank}")
+        torch.save([streams, torch.rand(3)], folder / f"seeds-{script}{rank}")
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +132,19 @@ def tensors(state, parts=("agent", "rnd", "snd")):
     return {f"{part}.{name}": x for part in parts if part in state for name, x in state[part].items()}
 
 
-@pytest.mark.parametrize("script", CASES)
-def test_two_ranks_update_like_one_with_both_their_rows(script, two_ranks, tmp_path):
-    """Weights, running statistics and metrics of 2 ranks x N environments and of 1 rank x 2 N, after 3 iterations."""
+@pytest.mark.parametrize("case", [*CASES, "learned"])
+def test_two_ranks_update_like_one_with_both_their_rows(case, two_ranks, tmp_path):
+    """Weights, running statistics and metrics of 2 ranks x N environments and of 1 rank x 2 N, after 3 iterations.
+
+    learned: SND whose target learns, by a mean over ranks, and whose predictor's errors are summed.
+    """
     both = dict(num_envs=2 * N, minibatch_size=2 * N * T)
-    run(script, CASES[script] | both, envs_of(script, 0, 2 * N), tmp_path / "one")
-    one, two = load(tmp_path, "one"), load(two_ranks, f"{script}0")
+    script, options = (case, CASES[case]) if case in CASES else ("ppo_atari_snd", LEARNED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COMMON, "num_envs", both["num_envs"])
+        patch.setitem(COMMON, "minibatch_size", both["minibatch_size"])
+        run(script, options, envs_of(script, 0, 2 * N), tmp_path / "one")
+    one, two = load(tmp_path, "one"), load(two_ranks, f"{case}0")
     assert one["step"] == two["step"] == COMMON["total_timesteps"]
     for name, x in tensors(one).items():
         mine = tensors(two)[name]
@@ -121,17 +153,21 @@ def test_two_ranks_update_like_one_with_both_their_rows(script, two_ranks, tmp_p
     if script == "ppo_procgen":
         np.testing.assert_allclose(one["normalizer"][1], two["normalizer"][1], rtol=1e-6)
         assert one["kl_coef"] == two["kl_coef"]
-    ours, theirs = load(two_ranks, f"{script}0", "metrics"), load(tmp_path, "one", "metrics")
+    ours, theirs = load(two_ranks, f"{case}0", "metrics"), load(tmp_path, "one", "metrics")
     shared = [name for name in ours if name.split("/")[0] in ("loss", "episode") or name in ("train/grad_norm",)]
     shared += [name for name in ours if name in ("train/kl", "train/approx_kl", "train/valid_frac", "train/lr")]
-    assert {"episode/count", "train/valid_frac", "loss/value"} <= set(shared)
+    assert {"episode/count", "train/valid_frac", "loss/value"} <= set(shared) and ours["train/valid_frac"] < 1
+    assert ours.get("episode/rooms_ever", 2 * N) == 2 * N
     for name in shared:
         assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), name
 
 
-@pytest.mark.parametrize("case", [*CASES, *(f"drawn-{script}" for script in DRAWN)])
+OTHERS = ["learned", *(f"drawn-{script}" for script in DRAWN), *(f"resumed-{script}" for script in CASES)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_ranks_stay_bit_equal(case, two_ranks):
-    """Also where ranks draw rows, pairs and replayed batches for themselves, and with overlap."""
+    """Also where ranks draw rows, pairs and replayed batches for themselves, with overlap, and resumed."""
     zero, one = (load(two_ranks, f"{case}{rank}") for rank in range(2))
     assert zero["step"] == one["step"] > 0
     for name, x in tensors(zero).items():
@@ -144,8 +180,9 @@ def test_ranks_stay_bit_equal(case, two_ranks):
 
 @pytest.mark.parametrize("script", CASES)
 def test_ranks_have_random_streams_of_their_own(script, two_ranks):
-    (made, drawn), (other_made, other_drawn) = (torch.load(two_ranks / f"seeds-{script}{rank}") for rank in range(2))
-    assert made and not set(made) & set(other_made) and not torch.equal(drawn, other_drawn)
+    """Names of all streams: levels, actions of groups; and PyTorch's own."""
+    (names, drawn), (others, other_drawn) = (torch.load(two_ranks / f"seeds-{script}{rank}") for rank in range(2))
+    assert "training" in names[0] and others and not set(names) & set(others) and not torch.equal(drawn, other_drawn)
     zero, one = (tensors(load(two_ranks, f"own-{script}{rank}")) for rank in range(2))
     assert all(torch.equal(x, one[name]) for name, x in zero.items() if not name.endswith("filtered"))
 
@@ -160,44 +197,53 @@ def rank_of(process):
     return found
 
 
+@pytest.mark.parametrize("script", ["impala_procgen", "appo_atari"])
+def test_groups_take_turns(script, two_ranks):
+    """4 rollouts a rank of 2 groups: each plays 2, group 1 after a head start of one."""
+    for rank in range(2):
+        assert torch.load(two_ranks / f"counts-{script}{rank}") == [2 * T, 3 * T]
+
+
 TINY = """--env-id leaper --channels 4 4 4 --num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2
---device cpu --torch-threads 1 --run-name x""".split()
+--device cpu --torch-threads 1 --run-name x --checkpoint-every 10000 --total-timesteps 100000000""".split()
 
 
-def test_a_killed_rank_ends_the_run_and_it_is_resumed(tmp_path):
-    """kill -9 of rank 1: a line that says so, a whole checkpoint; one rank goes on with it, then two."""
-    command = [
-        *TORCHRUN,
-        "2",
-        ROOT / "ppo_procgen.py",
-        *TINY,
-        "--total-timesteps",
-        "100000000",
-        "--checkpoint-every",
-        "0",
-    ]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("how", ["killed", pytest.param("ctrl-c", marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_run_and_it_is_resumed(how, tmp_path):
+    """kill -9 of rank 1, or Ctrl-C: a line that says so, a checkpoint; one rank goes on with it, then two."""
+    command = [*TORCHRUN, "2", ROOT / "ppo_procgen.py", *TINY]
+    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    reset = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  background shells ignore it
+    process = subprocess.Popen(command, cwd=tmp_path, **streams, preexec_fn=reset)
     table, end = tmp_path / "runs" / "x" / "metrics.csv", time.monotonic() + 120
     while not (table.exists() and len(table.read_text().splitlines()) > 3):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.1)
-    os.kill(rank_of(process)[1], signal.SIGKILL)
+    os.kill(rank_of(process)[1], signal.SIGKILL) if how == "killed" else process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
-    assert (
-        process.returncode != 0
-        and "--resume" in errors
-        and 'Traceback (most recent call last)\n  File "/root' not in errors
-    )
-    step = torch.load(tmp_path / "runs" / "x" / "checkpoint.pt")["step"]
-    assert step >= 3 * 128 and step % 128 == 0
-    for ranks, more in ((1, 64), (2, 64 + 128)):
-        launch = TORCHRUN + [str(ranks)] if ranks > 1 else [sys.executable]
-        flags = ["--resume", "runs/x", "--total-timesteps", str(step + more)]
-        done = subprocess.run([*launch, ROOT / "ppo_procgen.py", *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode != 0 and "stopped; to go on: --resume runs/x" in errors, errors
+    assert f'File "{ROOT / "ppo_procgen.py"}"' not in errors  # no traceback of ours
+    step = torch.load(tmp_path / "runs" / "x" / "checkpoint.pt")["step"]  # written on the way out, the last before: 0
+    assert step >= 2 * 128 and step % 128 == 0
+    flags = "--resume runs/x --checkpoint-every 0 --max-minutes 60 --total-timesteps".split()
+    commands = [[sys.executable, ROOT / "ppo_procgen.py", *flags, str(step + 64)]]
+    commands += [[*TORCHRUN, "2", ROOT / "ppo_procgen.py", *flags, str(step + 64 + 128), "--eval-every", "128"]]
+    commands += [[*TORCHRUN, "2", ROOT / "ppo_procgen.py", "--evaluate", "runs/x", "--eval-episodes", "3"]]
+    for command in commands:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-    rows = [line.split(",")[0] for line in table.read_text().splitlines()]
-    assert rows[-3:] == [str(step), str(step + 64), str(step + 192)]
-    assert done.stdout.count("finished") == 1 and (tmp_path / "runs" / "x" / "eval.json").exists()
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    assert [row[0] for row in rows[-2:]] == [str(step + 64), str(step + 192)]
+    assert rows[-1][rows[0].index("eval/return_test")] != ""
+    assert done.stdout.count("return") == 1  # rank 0 plays
+    assert len((tmp_path / "runs" / "x" / "eval.csv").read_text().splitlines()) == 4
+
+
+def test_a_usage_error_says_which_rank(tmp_path):
+    """Each rank speaks for itself: only one of them may have the trouble."""
+    command = [*TORCHRUN, "2", ROOT / "ppo_procgen.py", "--env-id", "bigfsh", "--device", "cpu", "--run-name", "x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "ppo_procgen.py, rank " in done.stderr and "bigfish" in done.stderr
 
 
 if __name__ == "__main__":
