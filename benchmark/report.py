@@ -1,19 +1,21 @@
 """Tables, plots and a page from the committed results, beside the published numbers.
 
-    python benchmark/report.py            # rewrites benchmark/README.md, results/plots/*.png and results/index.html
+    python benchmark/report.py            # rewrites benchmark/README.md, results/plots/*.png and results/index.html,
+                                          # and the tables between marks in README.md and benchmark/SPEED.md
     python benchmark/report.py --check    # only say whether the committed tables are what the results generate
 
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
-in results/speed/*.json and the published numbers in benchmark/reference/. A cell of the matrix that was not run is a
-gap, shown beside its published number (of the large suites only what has a result is shown); a failed one shows its
-error. With three seeds or more the interquartile mean
-and its 95 % bootstrap interval (rliable, Agarwal et al. 2021) stand beside the mean.
+in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. A cell of the
+matrix that was not run is a gap, shown beside its published number (of the large suites only what has a result is
+shown); a failed one shows its error. With three seeds or more the interquartile mean and its 95 % bootstrap interval
+(rliable, Agarwal et al. 2021) stand beside the mean.
 """
 
 import argparse
 import csv
 import html
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -209,23 +211,69 @@ def mean_normalised(entries: list[dict]) -> str:
     return f"Mean normalised score over {len(values)} games: {statistics.mean(map(float, values)):.3f}."
 
 
+def speeds(results: Path = RESULTS) -> list[dict]:
+    """Files of results/speed, each with its name, its flags and those of the script, without where it was written."""
+    found = [json.loads(path.read_text()) | dict(name=path.stem) for path in sorted((results / "speed").glob("*.json"))]
+    for one in found:
+        one["command"] = re.sub(r" --(json|peer-python|sample-factory) \S+", "", one["command"])
+        one["script"] = one["command"].split()[2]
+        one["beside"] = [*one["results"]][-1]
+    return found
+
+
 def speed_table(results: Path = RESULTS) -> list[str]:
     """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time."""
-    lines = ["| command | steps/s | baseline | ratio, wall time | CPU time | commit |", "|" + "---|" * 6]
-    for path in sorted((results / "speed").glob("*.json")):
-        found = json.loads(path.read_text())
-        ours, (name, theirs) = found["results"]["script"], [*found["results"].items()][-1]
-        row = [f"`{found['command'].split(' --json')[0].removeprefix('python benchmark/')}`"]
-        row += [", ".join(f"{r['sps']:,.0f}" for r in ours)]
+    lines = ["| command | steps/s | baseline | ratio, wall time | CPU time | memory | commit |", "|" + "---|" * 7]
+    for found in speeds(results):
+        ours, name, theirs = found["results"]["script"], found["beside"], [*found["results"].values()][-1]
+        row = [f"`{found['command'].removeprefix('python benchmark/')}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
+        memory = f"{max(r['peak_gib'] for r in ours):.2f} GiB"
         if name != "script":
             wall, cpu = found["wall_ratios"], [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
             row += [f"{name}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs)]
-            row += [f"{statistics.median(wall):.2f} ({min(wall):.2f} to {max(wall):.2f})"]
+            row += [f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"]
             row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
         else:
             row += ["-", "-", "-"]
-        lines.append("| " + " | ".join([*row, found["git"][:7] if found["git"] else "-"]) + " |")
+        lines.append("| " + " | ".join([*row, memory, found["git"][:7] if found["git"] else "-"]) + " |")
     return lines
+
+
+def floor_table(results: Path = RESULTS) -> list[str]:
+    """One line a file of results/floor: how near learner and acting come to their layers alone."""
+    lines = ["| script and flags | matrix product | layers alone | learner | share | forward only | acting | share |"]
+    lines += ["|" + "---|" * 8]
+    for path in sorted((results / "floor").glob("*.json")):
+        one = json.loads(path.read_text())
+        layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
+        row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
+        row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}**"]
+        row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
+        lines.append("| " + " | ".join([*row, f"**{one['acting_share']:.2f}**"]) + " |")
+    return lines
+
+
+def short_table(results: Path = RESULTS) -> list[str]:
+    """What has a result, for the README: evaluation beside the published number."""
+    lines = ["| suite, script, game | steps | n | evaluation | published at these steps |", "|" + "---|" * 5]
+    for cell in cells(results):
+        for split, found in cell["splits"].items():
+            scores, job = found["scores"], cell["job"]
+            seeds = "1 seed" if len(scores) == 1 else f"{len(scores)} seeds"
+            value = number(scores, cell["done"][0]["eval"]["splits"][split])
+            row = [f"{job.suite}, `{job.variant}`, {job.game} ({split})", f"{cell['steps']:,}", seeds, value]
+            lines.append("| " + " | ".join([*row, shown(cell["published"].get(split, []))]) + " |")
+    return lines
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """A text whose tables stand between <!-- NAME --> and <!-- end of NAME -->, with these tables as they are now."""
+    for name, lines in dict(results=short_table, speed=speed_table, floor=floor_table).items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if begin in text:
+            head, _, rest = text.partition(begin)
+            text = "\n".join([head + begin, *lines(results), end + rest.partition(end)[2]])
+    return text
 
 
 INTRODUCTION = """# Results
@@ -251,6 +299,10 @@ def report(results: Path = RESULTS) -> str:
         "## Speed",
         "",
         *speed_table(results),
+        "",
+        "How near learner and acting come to their layers alone ([SPEED.md](SPEED.md)):",
+        "",
+        *floor_table(results),
         "",
         "Interactive: `results/index.html`. Plots: `results/plots`.",
         "",
@@ -281,6 +333,29 @@ def plots(results: Path = RESULTS):
         name = f"{job.suite}_{job.variant.replace(':', '-')}_{job.game}.png"
         figure.savefig(folder / name, dpi=100, metadata={"Software": None})
         pyplot.close(figure)
+
+
+def speed_plot(results: Path = RESULTS):
+    """Ratios to baselines and peers in wall time: the median of the pairs, and their range."""
+    from matplotlib import pyplot
+
+    found = [one for one in speeds(results) if one["beside"] != "script"]
+    middles = [statistics.median(one["wall_ratios"]) for one in found]
+    spans = [
+        (middle - min(one["wall_ratios"]), max(one["wall_ratios"]) - middle)
+        for middle, one in zip(middles, found, strict=True)
+    ]
+    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(found) + 1), layout="constrained")
+    axes.barh(
+        [f"{one['name']}: {one['script']} / {one['beside']}" for one in found],
+        middles,
+        xerr=[*zip(*spans, strict=True)],
+    )
+    axes.axvline(1, color="k", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="steps a second over the baseline's")
+    figure.savefig(results / "plots" / "speed.png", dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Results</title>
@@ -338,6 +413,7 @@ def main(argv=None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 when the committed files are not these")
     options = parser.parse_args(argv)
     files = {ROOT / "benchmark" / "README.md": report(), RESULTS / "index.html": page()}
+    files |= {path: filled(path.read_text()) for path in (ROOT / "README.md", ROOT / "benchmark" / "SPEED.md")}
     if options.check:
         old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         print("\n".join(f"{path}: not what the results generate" for path in old) or "as generated")
@@ -345,6 +421,7 @@ def main(argv=None) -> int:
     for path, text in files.items():
         matrix.write_atomically(path, text)
     plots()
+    speed_plot()
     return 0
 
 

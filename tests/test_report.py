@@ -135,3 +135,21 @@ def test_page_in_a_browser(tmp_path):
     size = ["--window-size=1400,2000", f"--screenshot={picture}"]
     subprocess.run([*command, *size, page.as_uri()], capture_output=True, timeout=120, check=True)
     assert picture.stat().st_size > 20_000
+
+
+def test_marked_tables_are_filled(tmp_path):
+    """Only what stands between the marks is written, and twice is once."""
+    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
+    (tmp_path / "floor").mkdir()
+    shares = dict(learner_share=0.75, acting_share=0.5, acting_batch=16)
+    rates = dict(layers_alone_rows_per_s=1000, layers_alone_gflops=50, learner_rows_per_s=750, forward_rows_per_s=200)
+    rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80)
+    (tmp_path / "floor" / "x.json").write_text(json.dumps(dict(script="appo_atari", flags="--sync") | shares | rates))
+    text = "a\n<!-- results -->\nold\n<!-- end of results -->\nb\n<!-- floor -->\n<!-- end of floor -->\nc"
+    done = report.filled(text, tmp_path)
+    assert report.filled(done, tmp_path) == done and done.startswith("a\n<!-- results -->\n| ") and "old" not in done
+    assert done.endswith("<!-- end of floor -->\nc") and "\nb\n" in done
+    (line,) = (line for line in done.splitlines() if "bigfish" in line)
+    assert "12.00 (+- 0.50 over games)" in line and "1 seed" in line and "9.57, OpenAI's PPO" in line
+    (line,) = rows(done, "`appo_atari --sync`")
+    assert line[2:] == ["1,000 rows/s, 50 GFLOP/s", "750", "**0.75**", "200 (batch 16)", "100", "**0.50**"]
