@@ -143,7 +143,7 @@ class Args:
     int_norm: Literal["filter", "std", "none"] = "filter"  # divide by the deviation of: the filtered reward, itself
     int_clip: float = 0  # upper limit of the normalised intrinsic reward; 0 = none
     predictor_mask: Literal["sample", "element"] = "sample"  # what the share is drawn of: rows, or rows x features
-    predictor_share: float = 0  # share of a minibatch that trains the predictor; 0 = min(1, 32 / num-envs)
+    predictor_share: float = 0  # share of a minibatch that trains the predictor; 0 = min(1, 32 / all ranks' envs)
     memory: Literal["none", "gru"] = "none"  # gru: the paper's recurrent policy; whole environments are a minibatch
     net: Literal["openai", "a", "b", "c", "d"] = "openai"  # policy: the paper's CNN, or one of michalnand's four
     critic_init: float = 0.1  # gain of the initial weights of the critic's hidden layer

@@ -145,7 +145,7 @@ class Args:
     target_gain: float = 2**0.5  # of the target's orthogonal initial weights
     predictor_gain: float = 2**0.5  # of the predictor's
     snd_preprocess: Literal["std", "mean", "none"] = "std"  # (x - mean) / std clipped to 1, (x - mean) / 255, x / 255
-    predictor_share: float = 0  # share of rows x features that train the predictor; 0 = min(1, 32 / num-envs)
+    predictor_share: float = 0  # share of rows x features that train the predictor; 0 = min(1, 32 / all ranks' envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD) instead of their mean
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
     entropy_bonus: bool = False  # a second bonus with a value head of its own: the spread of the game's recent features

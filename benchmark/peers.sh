@@ -4,7 +4,7 @@
 #     bash benchmark/peers.sh FOLDER            # makes FOLDER/sample-factory and FOLDER/sb3
 #     python benchmark/speed.py appo_atari --against sb3 --peer-python FOLDER/sb3/bin/python
 #
-# CleanRL cannot be had this way: the registry's newest version, 0.4.8, is of 2021 and has neither its EnvPool nor its
+# CleanRL cannot be had this way: the newest version that installs on Python 3.11, 0.4.8, has neither its EnvPool nor its
 # Procgen script; later ones pin Python below 3.11. Its work is the "eager" baseline's: same sizes, same update.
 set -e
 folder=${1:?folder for the virtual environments}

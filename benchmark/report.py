@@ -221,6 +221,11 @@ def speeds(results: Path = RESULTS) -> list[dict]:
     return found
 
 
+def revision(git: str | None) -> str:
+    """A commit in short, and whether its tree was changed."""
+    return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
+
+
 def speed_table(results: Path = RESULTS) -> list[str]:
     """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time."""
     lines = ["| command | steps/s | baseline | ratio, wall time | CPU time | memory | commit |", "|" + "---|" * 7]
@@ -235,7 +240,7 @@ def speed_table(results: Path = RESULTS) -> list[str]:
             row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
         else:
             row += ["-", "-", "-"]
-        lines.append("| " + " | ".join([*row, memory, found["git"][:7] if found["git"] else "-"]) + " |")
+        lines.append("| " + " | ".join([*row, memory, revision(found["git"])]) + " |")
     return lines
 
 

@@ -58,7 +58,7 @@ SUITES = {
         ("impala_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --sync"),
         ("appo_atari", ["Pong"], 3, "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 "
          "--num-batches-to-accumulate 1 --total-timesteps 500000"),
-        ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 100352"),
+        ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 122880"),
         ("ppo_atari_snd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 51200"),
     ],
     "long": [  # curves of hours on two cores
