@@ -777,7 +777,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
     baselines = sorted({name for own in BASELINES.values() for name in own})
-    parser.add_argument("--against", choices=baselines, help="alternate with this baseline")
+    parser.add_argument("--against", choices=[*baselines, "cleanrl"], help="alternate with this baseline")
     parser.add_argument("--peer-python", default="python", help="the python that has sample-factory or sb3")
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
     parser.add_argument("--pairs", type=int, default=2, help="measurements of each (A B A B = 2)")
@@ -789,6 +789,10 @@ def main(argv=None) -> int:
     if options.child:
         print(json.dumps(child(options.script, options, flags)))
         return 0
+    if options.against == "cleanrl":
+        parser.error(
+            "--against cleanrl: its newest version for Python 3.11, 0.4.8, has none of the scripts; take eager"
+        )
     if options.against and options.against not in BASELINES[options.script]:
         parser.error(f"--against: {options.script} has only {', '.join(BASELINES[options.script])}")
     print(f"{options.script} {' '.join(flags)}\n{hardware()}")

@@ -153,3 +153,19 @@ def test_marked_tables_are_filled(tmp_path):
     assert "12.00 (+- 0.50 over games)" in line and "1 seed" in line and "9.57, OpenAI's PPO" in line
     (line,) = rows(done, "`appo_atari --sync`")
     assert line[2:] == ["1,000 rows/s, 50 GFLOP/s", "750", "**0.75**", "200 (batch 16)", "100", "**0.50**"]
+
+
+def test_speed_rows(tmp_path):
+    """A ratio is a median over pairs, with its range; where things were written and a peer's python are not shown."""
+    (tmp_path / "speed").mkdir()
+    ours = [dict(sps=sps, peak_gib=peak, env_only_sps=5000.0) for sps, peak in ((300.0, 1.0), (330.0, 2.0))]
+    theirs = [dict(sps=150.0, peak_gib=float("nan"), env_only_sps=float("nan"))] * 2
+    found = dict(
+        command="python benchmark/speed.py appo_atari --against sb3 --peer-python x/y --json z -- --env-id Pong"
+    )
+    found |= dict(git="0123456789-dirty", results=dict(script=ours, sb3=theirs), wall_ratios=[2.0, 2.2])
+    (tmp_path / "speed" / "a.json").write_text(json.dumps(found | dict(cpu_ratios=[float("nan")] * 2)))
+    row, cleanrl = rows("\n".join(report.speed_table(tmp_path)), "`speed.py")
+    assert row[:4] == ["`speed.py appo_atari --against sb3 -- --env-id Pong`", "300, 330", "5,000", "sb3: 150, 150"]
+    assert row[4:] == ["**2.10** (2.00 to 2.20)", "-", "2.00 GiB", "0123456-dirty"]
+    assert "does not run on Python 3.11" in cleanrl[3] and len(cleanrl) == len(row)
