@@ -96,7 +96,7 @@ class Args:
     env_threads: int = 0  # threads that step the environments of a group; 0 = the core count, at most 8
     compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; off until measured on a GPU
-    micro_batch: int = 0  # rows computed at once, but whole fragments; 0 = one fragment on a CPU, all on a GPU
+    micro_batch: int = 0  # rows computed at once; 0 = 64 on a CPU, all on a GPU; graphs of whole fragments are kept
     total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
     keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
@@ -608,7 +608,8 @@ def train(args: Args, envs: list | None = None) -> dict:
         optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, fused=True)
     else:
         optimizer = torch.optim.RMSprop(agent.parameters(), lr=0.0, alpha=0.99, eps=args.rmsprop_eps)
-    fragments = -(-(args.micro_batch or (T if device.type == "cpu" else args.minibatch_size)) // T)  # computed at once
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
+    fragments = -(-micro_batch // T)  # between two backward passes: V-trace needs whole ones
 
     groups = [
         Group(group, stream_seed(args.seed, f"{stream} actions {g}"), device, args.shape_reward)
@@ -658,7 +659,8 @@ def train(args: Args, envs: list | None = None) -> dict:
             part = {name: x[:, first : first + fragments] for name, x in rows.items()}
             frames, shape = part["obs"].flatten(0, 1), part["obs"].shape[:2]
             frames = augment(frames, args.augment, args.augment_prob) if args.augment else frames
-            logits, value = (x.unflatten(0, shape) for x in forward(frames))
+            outputs = map(forward, frames.chunk(-(-len(frames) // micro_batch)))
+            logits, value = (torch.cat(x).unflatten(0, shape) for x in zip(*outputs, strict=True))
             with torch.no_grad():
                 logp = logits[:-1].log_softmax(-1).gather(-1, part["action"][..., None]).squeeze(-1)
                 ends, limits = (part["terminated"], part["done"]), (args.rho_bar, args.c_bar, args.vtrace_lambda)
@@ -676,7 +678,7 @@ def train(args: Args, envs: list | None = None) -> dict:
         return torch.cat([reduced(sums), norm[None]]), torch.cat(seen, 1)
 
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Run(args, saved, agent, device, fragments * T))
+        run = stack.enter_context(Run(args, saved, agent, device, micro_batch))
         threads = [
             threading.Thread(target=rollouts.actor, args=(group, policy, T, args.gamma), daemon=True, name="actor")
             for group in (() if args.sync else groups)
