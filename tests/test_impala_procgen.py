@@ -144,8 +144,8 @@ def test_two_iterations_match_plain_float64(tmp_path, autoreset, shape_reward, o
         torch.testing.assert_close(saved["agent"][name].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=name)
 
 
-def test_micro_batches_are_whole_fragments_and_change_nothing(tmp_path):
-    """Pieces of one fragment, of two, or the whole batch at once: the same update to float tolerance."""
+def test_micro_batches_change_nothing(tmp_path):
+    """Pieces of a row, of 20, or the whole batch at once: the same update to float tolerance."""
     saved = [run(tmp_path, [fake()], 2, str(n), micro_batch=n, lr=("1e-3",))[1]["agent"] for n in (1, 20, 64)]
     for name in saved[0]:
         for other in saved[1:]:

@@ -139,7 +139,6 @@ KINDS = {  # what differs between the scripts; `tiny` are the flags of a real ru
         grouped=True,
         acts=32,
         head_start=16,
-        micro=16,
         huge="--num-groups 1",
         other=("--num-levels", 4),
         bad=[
