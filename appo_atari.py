@@ -1085,6 +1085,8 @@ def main(argv=None) -> int:
         if torch.distributed.is_initialized():
             reduced(torch.zeros(1))  # the others wait for rank 0's evaluation
             torch.distributed.destroy_process_group()
+            sys.stdout.flush()
+            os._exit(0)  # a rank's interpreter once crashed at its end, under threads of C++
         return 0
     except (KeyboardInterrupt, SystemExit) as stop:
         return getattr(stop, "code", 130)
