@@ -556,6 +556,7 @@ def test_resume_cuts_what_the_checkpoint_does_not_know(script):
             + "\n999,4,0"
         )
     (folder / "checkpoint.pt.tmp").write_bytes(b"half a checkpoint")
+    time.sleep(1.1)  # event files are read in the order of their names: by second, then by a number without padding
     assert script.run("--resume", "runs/a", "--total-timesteps", 4 * script.steps, tiny=False) == 0
     assert [row["iteration"] for row in rows(folder)] == ["1", "2", "3", "4"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
