@@ -4,8 +4,8 @@
 
 Three figures, of the same machine, one after the other: GFLOP/s of a plain matrix product; rows a second of every
 convolution and linear layer of the script's networks alone, forward and backward, in the best piece size (no ReLU,
-pooling, residual sum, loss, optimiser or indexing); rows a second of the script itself, from its own time/learn_s and
-time/policy_s over the last iterations. Nothing else may run. Rows are agent steps, times epochs.
+pooling, residual sum, loss, optimiser or indexing); rows a second of the script itself, from time/learn_s and
+time/policy_s of its last iteration (in which the synchronous scripts book the targets as acting). Nothing else may run. Rows are agent steps, times epochs.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def main(argv=None) -> int:
     own, _, flags = " ".join(sys.argv[1:] if argv is None else argv).partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script")
-    parser.add_argument("--iterations", type=int, default=2, help="of the script; the first is not counted")
+    parser.add_argument("--iterations", type=int, default=2, help="of the script; only the last one counts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(own.split())
     module, made = importlib.import_module(options.script), {}
@@ -132,7 +132,7 @@ def main(argv=None) -> int:
     device_threads = torch.get_num_threads()
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     product = 2 * 1024**3 / seconds(lambda: a @ b) / 1e9
-    floor, forward_flops, sizes = 0.0, 0.0, {}
+    floor, update_flops, sizes = 0.0, 0.0, {}
     for network, inputs, call, both, only in networks(options.script, args, made):
         layers = layers_of(network, inputs, call)
         one_pass = sum(flops(*layer) for layer in layers)
@@ -143,7 +143,7 @@ def main(argv=None) -> int:
             best=best, rows_per_s={p: 1 / s for p, s in each.items()}
         )
         floor += both * each[best]
-        forward_flops += both * (3 * one_pass - first) + only * one_pass
+        update_flops += both * (3 * one_pass - first) + only * one_pass
         if only:
             floor += only * min(alone(layers, piece, False) for piece in PIECES)
     rows = args.batch_size
@@ -164,11 +164,11 @@ def main(argv=None) -> int:
         git=module.provenance(torch.device("cpu"))["git"],
         threads=device_threads,
         matrix_product_gflops=product,
-        update_gflop_per_row=forward_flops / 1e9,
+        update_gflop_per_row=update_flops / 1e9,
         layers_alone_rows_per_s=1 / floor,
-        layers_alone_gflops=forward_flops / floor / 1e9,
+        layers_alone_gflops=update_flops / floor / 1e9,
         learner_rows_per_s=learn,
-        learner_gflops=forward_flops * learn / 1e9,
+        learner_gflops=update_flops * learn / 1e9,
         learner_share=learn * floor,
         forward_rows_per_s=forward,
         acting_rows_per_s=acting,
