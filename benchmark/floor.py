@@ -5,7 +5,8 @@
 Three figures, of the same machine, one after the other: GFLOP/s of a plain matrix product; rows a second of every
 convolution and linear layer of the script's networks alone, forward and backward, in the best piece size (no ReLU,
 pooling, residual sum, loss, optimiser or indexing); rows a second of the script itself, from time/learn_s and
-time/policy_s of its last iteration (in which the synchronous scripts book the targets as acting). Nothing else may run. Rows are agent steps, times epochs.
+time/policy_s of its last iteration (in which the synchronous scripts book the targets as acting). Nothing else may
+run. Rows are agent steps, with all their epochs.
 """
 
 import argparse
