@@ -48,11 +48,17 @@ class Stopwatch:
 
     def __init__(self):
         self.mark, self.rows = (time.perf_counter(), time.process_time()), []
+        self.phases, self.lapped = {}, self.mark[0]  # of a baseline's iteration
+
+    def lap(self, phase: str):
+        """Book the time since the last lap, or since the iteration's start."""
+        now = time.perf_counter()
+        self.phases[phase], self.lapped = self.phases.get(phase, 0.0) + now - self.lapped, now
 
     def row(self, **phases):
         now = (time.perf_counter(), time.process_time())
         self.rows.append(dict(wall=now[0] - self.mark[0], cpu=now[1] - self.mark[1], **phases))
-        self.mark = now
+        self.mark, self.phases, self.lapped = now, {}, now[0]
 
 
 def measure_script(script, args) -> Stopwatch:
@@ -139,13 +145,6 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
     obs = torch.Tensor(envs.reset()[0].copy()).to(device)
     watch = Stopwatch()
     for _ in range(args.iterations):
-        phases, mark = dict(env=0.0, policy=0.0, learn=0.0), time.perf_counter()
-
-        def lap(phase, phases=phases):
-            nonlocal mark
-            now = time.perf_counter()
-            phases[phase], mark = phases[phase] + now - mark, now
-
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -154,11 +153,11 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
                 action = policy.sample()
             actions[t], logps[t] = action, policy.log_prob(action)
             action = action.cpu().numpy()
-            lap("policy")
+            watch.lap("policy")
             obs, reward, terminated, _, _ = envs.step(action)
             rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(terminated).to(device)
             obs = torch.Tensor(obs.copy()).to(device)
-            lap("env")
+            watch.lap("env")
         with torch.no_grad():
             next_value, trace, advantages = net(obs)[1], 0.0, torch.zeros_like(rewards)
             for t in reversed(range(T)):
@@ -166,7 +165,7 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
                 delta = rewards[t] + args.gamma * following * (1 - dones[t]) - values[t]
                 advantages[t] = trace = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
             returns = advantages + values
-        lap("policy")
+        watch.lap("policy")
         rows = [x.flatten(0, 1) for x in (obs_rows, actions, logps, logits_rows, values, advantages, returns)]
         rows[5] = (rows[5] - rows[5].mean()) / (rows[5].std() + 1e-8)
         order = np.random.permutation(T * N)
@@ -191,8 +190,8 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
                 nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
                 optimizer.step()
                 loss.item()
-        lap("learn")
-        watch.row(**phases)
+        watch.lap("learn")
+        watch.row(**watch.phases)
     envs.close()
     return watch
 
@@ -245,13 +244,6 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
         return ((frames[:, -1:] - torch.from_numpy(mean).to(device)) / scale).clamp(-5, 5).float()
 
     for _ in range(args.iterations):
-        phases, mark = dict(env=0.0, policy=0.0, bonus=0.0, learn=0.0), time.perf_counter()
-
-        def lap(phase, phases=phases):
-            nonlocal mark
-            now = time.perf_counter()
-            phases[phase], mark = phases[phase] + now - mark, now
-
         next_rows = torch.zeros(T, N, *shape, device=device)
         for t in range(T):
             obs_rows[t] = obs
@@ -261,15 +253,15 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
                 action = policy.sample()
             actions[t], logps[t] = action, policy.log_prob(action)
             action = action.cpu().numpy()
-            lap("policy")
+            watch.lap("policy")
             obs, reward, ended, cut, _ = envs.step(action)
             rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(ended | cut).to(device)
             next_rows[t] = obs = torch.Tensor(obs).to(device)
-            lap("env")
+            watch.lap("env")
             with torch.no_grad():
                 x = normalised(obs)
                 bonuses[t] = (predictor(x) - target(x)).pow(2).mean(1)
-            lap("bonus")
+            watch.lap("bonus")
         for row in bonuses.cpu().numpy():
             filtered = args.gamma_int * filtered + row
         returns_var = 0.9 * returns_var + 0.1 * filtered.var()
@@ -279,7 +271,7 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
         delta = batch_mean - mean
         var = (var * count + batch_var * len(frames) + delta**2 * count * len(frames) / total) / total
         mean, count = mean + delta * len(frames) / total, total
-        lap("bonus")
+        watch.lap("bonus")
         with torch.no_grad():
             last, trace, advantages = net(obs)[1], torch.zeros(N, 2, device=device), torch.zeros_like(values)
             gammas = torch.tensor([args.gamma, args.gamma_int], device=device)
@@ -290,7 +282,7 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
                 advantages[t] = trace = delta + gammas * args.gae_lambda * alive * trace
             returns = advantages + values
             combined = advantages @ torch.tensor([args.ext_coef, args.int_coef], device=device, dtype=torch.float32)
-        lap("policy")
+        watch.lap("policy")
         rows = [x.flatten(0, 1) for x in (obs_rows, next_rows, actions, logps, combined, returns)]
         order = np.arange(T * N)
         for _ in range(args.update_epochs):
@@ -313,8 +305,8 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
                 nn.utils.clip_grad_norm_(weights, args.max_grad_norm or float("inf"))
                 optimizer.step()
                 loss.item()
-        lap("learn")
-        watch.row(**phases)
+        watch.lap("learn")
+        watch.row(**watch.phases)
     envs.close()
     return watch
 
@@ -368,13 +360,6 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
         return ((frames[:, -1:] - torch.from_numpy(mean).to(device)) / scale).clamp(-1, 1).float()
 
     for _ in range(args.iterations):
-        phases, mark = dict(env=0.0, policy=0.0, bonus=0.0, learn=0.0), time.perf_counter()
-
-        def lap(phase, phases=phases):
-            nonlocal mark
-            now = time.perf_counter()
-            phases[phase], mark = phases[phase] + now - mark, now
-
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -383,21 +368,21 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
                 action = policy.sample()
             actions[t], logps[t] = action, policy.log_prob(action)
             action = action.cpu().numpy()
-            lap("policy")
+            watch.lap("policy")
             with torch.no_grad():
                 x = normalised(obs)
                 bonus[t] = (args.eta * (predictor(x) - target(x)).pow(2).mean(1)).clamp(max=1)
-            lap("bonus")
+            watch.lap("bonus")
             obs, reward, ended, cut, _ = envs.step(action)
             rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(ended | cut).to(device)
             obs = torch.Tensor(obs).to(device)
-            lap("env")
+            watch.lap("env")
         frames = obs_rows[:, :, -1].flatten(0, 1).cpu().numpy()
         batch_mean, batch_var, total = frames.mean(0), frames.var(0), count + len(frames)
         delta = batch_mean - mean
         var = (var * count + batch_var * len(frames) + delta**2 * count * len(frames) / total) / total
         mean, count = mean + delta * len(frames) / total, total
-        lap("bonus")
+        watch.lap("bonus")
         with torch.no_grad():
             following, trace, advantages = net(obs)[1], torch.zeros(N, 2, device=device), torch.zeros_like(values)
             gammas = torch.tensor([args.gamma, args.gamma_int], device=device)
@@ -408,7 +393,7 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
                 following = values[t]
             returns = advantages + values
             combined = advantages @ torch.tensor([args.ext_coef, args.int_coef], device=device, dtype=torch.float32)
-        lap("policy")
+        watch.lap("policy")
         rows = [x.flatten(0, 1) for x in (obs_rows, actions, logps, combined, returns)]
         for _ in range(args.update_epochs):
             for _ in range(T * N // args.minibatch_size):
@@ -434,8 +419,8 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
                 nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
                 optimizer.step()
                 loss.item()
-        lap("learn")
-        watch.row(**phases)
+        watch.lap("learn")
+        watch.row(**watch.phases)
     envs.close()
     return watch
 
@@ -459,13 +444,6 @@ def eager_impala_procgen(script, args) -> Stopwatch:
     watch, fragments = Stopwatch(), args.minibatch_size // T
     watch.batch_size = T * N
     for _ in range(args.iterations):
-        phases, mark = dict(env=0.0, policy=0.0, learn=0.0), time.perf_counter()
-
-        def lap(phase, phases=phases):
-            nonlocal mark
-            now = time.perf_counter()
-            phases[phase], mark = phases[phase] + now - mark, now
-
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -473,11 +451,11 @@ def eager_impala_procgen(script, args) -> Stopwatch:
                 action = policy.sample()
             actions[t], logps[t] = action, policy.log_prob(action)
             action = action.cpu().numpy()
-            lap("policy")
+            watch.lap("policy")
             obs, reward, terminated, _, _ = envs.step(action)
             rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(terminated).to(device)
             obs = torch.Tensor(obs.copy()).to(device)
-            lap("env")
+            watch.lap("env")
         obs_rows[T] = obs
         for start in range(0, N, fragments):
             some = slice(start, start + fragments)
@@ -501,8 +479,8 @@ def eager_impala_procgen(script, args) -> Stopwatch:
                 nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
                 optimizer.step()
                 loss.item()
-        lap("learn")
-        watch.row(**phases)
+        watch.lap("learn")
+        watch.row(**watch.phases)
     envs.close()
     return watch
 
@@ -537,13 +515,6 @@ def eager_appo_atari(script, args) -> Stopwatch:
     actions, logps, rewards, dones, values = (torch.zeros(T, N, device=device) for _ in range(5))
     obs, watch = torch.Tensor(envs.reset()[0]).to(device), Stopwatch()
     for _ in range(args.iterations):
-        phases, mark = dict(env=0.0, policy=0.0, learn=0.0), time.perf_counter()
-
-        def lap(phase, phases=phases):
-            nonlocal mark
-            now = time.perf_counter()
-            phases[phase], mark = phases[phase] + now - mark, now
-
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -552,11 +523,11 @@ def eager_appo_atari(script, args) -> Stopwatch:
                 action = policy.sample()
             actions[t], logps[t] = action, policy.log_prob(action)
             action = action.cpu().numpy()
-            lap("policy")
+            watch.lap("policy")
             obs, reward, ended, cut, _ = envs.step(action)
             rewards[t], dones[t] = torch.Tensor(reward).to(device), torch.Tensor(ended | cut).to(device)
             obs = torch.Tensor(obs).to(device)
-            lap("env")
+            watch.lap("env")
         with torch.no_grad():
             following, trace, advantages = net(obs)[1], 0.0, torch.zeros_like(rewards)
             for t in reversed(range(T)):
@@ -564,7 +535,7 @@ def eager_appo_atari(script, args) -> Stopwatch:
                 advantages[t] = trace = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
                 following = values[t]
             returns = advantages + values
-        lap("policy")
+        watch.lap("policy")
         rows = [x.flatten(0, 1) for x in (obs_rows, actions, logps, values, advantages, returns)]
         order = np.arange(T * N)
         for _ in range(args.update_epochs):
@@ -585,8 +556,8 @@ def eager_appo_atari(script, args) -> Stopwatch:
                 nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
                 optimizer.step()
                 loss.item()
-        lap("learn")
-        watch.row(**phases)
+        watch.lap("learn")
+        watch.row(**watch.phases)
     envs.close()
     return watch
 
