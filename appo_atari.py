@@ -305,8 +305,8 @@ class Agent(nn.Module):
             for a, b in zip(widths, args.channels, strict=False):
                 stages += [nn.Conv2d(a, b, 3, padding=1), nn.MaxPool2d(3, 2, 1), ResidualBlock(b), ResidualBlock(b)]
             stages.append(nn.ReLU())
-        self.trunk = nn.Sequential(*stages, nn.Flatten())
-        size = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
+        self.trunk = nn.Sequential(*stages)
+        size = self.trunk(torch.zeros(1, *obs_shape)).numel()
         self.hidden, self.policy, self.value = nn.Linear(size, 512), nn.Linear(512, num_actions), nn.Linear(512, 1)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
@@ -314,10 +314,12 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        x = obs.to(torch.float32, memory_format=torch.channels_last).div_(255)
-        if self.norm_obs:  # in place: each pass over a batch of frames costs as much as a small layer
-            x.sub_(self.obs_moments.mean().float()).div_(self.obs_moments.std().float()).clamp_(-5, 5)
-        x = F.relu(self.hidden(self.trunk(x)))
+        # Bytes are re-ordered before they become floats, and in place: each pass over a batch of frames takes time.
+        x, mean, std = obs.contiguous(memory_format=torch.channels_last).float(), 0, 1
+        if self.norm_obs:
+            mean, std = self.obs_moments.mean().float(), self.obs_moments.std().float()
+        x = self.trunk(x.sub_(255 * mean).div_(255 * std).clamp_(-5, 5))
+        x = F.relu(self.hidden(x.permute(0, 2, 3, 1).flatten(1)))  # no copy: the layout is channels-last
         with torch.autocast(x.device.type, enabled=False):
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
@@ -343,10 +345,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), the last row bootstraps.
     A termination has no future value; any end (`done`) cuts the trace.
     """
+    delta, decay = reward + gamma * value[1:] * (1 - terminated) - value[:-1], gamma * lam * (1 - done)
     advantage, trace = torch.zeros_like(reward), torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        delta = reward[t] + gamma * value[t + 1] * (1 - terminated[t]) - value[t]
-        advantage[t] = trace = delta + gamma * lam * (1 - done[t]) * trace
+        advantage[t] = trace = delta[t] + decay[t] * trace
     return advantage
 
 
@@ -356,15 +358,14 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, rho_bar: float = 
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of the current critic, the last row
     bootstraps; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t). A termination has no future value; any end cuts the trace.
     """
-    limited, c = rho.clamp(max=rho_bar), lam * rho.clamp(max=c_bar)
-    delta = limited * (reward + gamma * value[1:] * (1 - terminated) - value[:-1])
-    vs, advantage, following = torch.zeros_like(reward), torch.zeros_like(reward), value[-1]
+    limited, discount = rho.clamp(max=rho_bar), gamma * (1 - terminated)
+    delta = limited * (reward + discount * value[1:] - value[:-1])
+    decay, correction = discount * lam * rho.clamp(max=c_bar) * (1 - done), torch.zeros_like(value)
     for t in reversed(range(len(reward))):
-        following = torch.where(done[t] > 0, value[t + 1], following)  # vs of row t + 1, of this game
-        vs[t] = value[t] + delta[t] + gamma * (1 - terminated[t]) * c[t] * (following - value[t + 1])
-        advantage[t] = limited[t] * (reward[t] + gamma * (1 - terminated[t]) * following - value[t])
-        following = vs[t]
-    return vs, advantage
+        correction[t] = delta[t] + decay[t] * correction[t + 1]  # vs - V
+    vs = value + correction
+    following = torch.where(done > 0, value[1:], vs[1:])  # vs of row t + 1, of this game
+    return vs[:-1], limited * (reward + discount * following - value[:-1])
 
 
 def ppo_terms(logits, value, action, advantage, target, old_logp, old_value, clip: float, vf_clip: float):

@@ -306,7 +306,8 @@ class Agent(nn.Module):
         return F.relu(x.mean((2, 3)) if self.pool == "avg" else x.flatten(1))  # ReLU after the average
 
     def forward(self, obs):
-        x = (obs.to(torch.float32, memory_format=torch.channels_last) - self.shift) / 255
+        # Bytes are re-ordered before they become floats, and in place: each pass over a batch of frames takes time.
+        x = obs.contiguous(memory_format=torch.channels_last).float().sub_(self.shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
         with torch.autocast(x.device.type, enabled=False):  # bf16 would round a value near 30 to a multiple of 1/8
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
@@ -323,15 +324,14 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, rho_bar: float = 
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of the current critic, the last row
     bootstraps; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t). A termination has no future value; any end cuts the trace.
     """
-    limited, c = rho.clamp(max=rho_bar), lam * rho.clamp(max=c_bar)
-    delta = limited * (reward + gamma * value[1:] * (1 - terminated) - value[:-1])
-    vs, advantage, following = torch.zeros_like(reward), torch.zeros_like(reward), value[-1]
+    limited, discount = rho.clamp(max=rho_bar), gamma * (1 - terminated)
+    delta = limited * (reward + discount * value[1:] - value[:-1])
+    decay, correction = discount * lam * rho.clamp(max=c_bar) * (1 - done), torch.zeros_like(value)
     for t in reversed(range(len(reward))):
-        following = torch.where(done[t] > 0, value[t + 1], following)  # vs of row t + 1, of this game
-        vs[t] = value[t] + delta[t] + gamma * (1 - terminated[t]) * c[t] * (following - value[t + 1])
-        advantage[t] = limited[t] * (reward[t] + gamma * (1 - terminated[t]) * following - value[t])
-        following = vs[t]
-    return vs, advantage
+        correction[t] = delta[t] + decay[t] * correction[t + 1]  # vs - V
+    vs = value + correction
+    following = torch.where(done > 0, value[1:], vs[1:])  # vs of row t + 1, of this game
+    return vs[:-1], limited * (reward + discount * following - value[:-1])
 
 
 def impala_terms(logits, value, action, advantage, target, old_logp, rho_bar: float):

@@ -293,7 +293,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs, memory=None, fresh=None):
-        x = F.relu(self.hidden1(self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)))
+        x = F.relu(self.hidden1(self.trunk(obs.contiguous(memory_format=torch.channels_last).float().div_(255))))
         if self.memory:
             steps, fresh, states = x.view(len(memory), -1, 256), fresh.view(len(memory), -1, 1), []
             for t in range(steps.shape[1]):
@@ -345,7 +345,7 @@ class Variant(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs, memory=None, fresh=None):
-        x = self.trunk(obs.to(torch.float32, memory_format=torch.channels_last) / 255)
+        x = self.trunk(obs.contiguous(memory_format=torch.channels_last).float().div_(255))
         policy, value = F.relu(self.hidden_policy(x)), self.hidden_value(x)
         value = F.relu(value) + value * self.residual
         with torch.autocast(x.device.type, enabled=False):
@@ -431,10 +431,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), the last row bootstraps.
     A termination has no future value; any end (`done`) cuts the trace.
     """
+    delta, decay = reward + gamma * value[1:] * (1 - terminated) - value[:-1], gamma * lam * (1 - done)
     advantage, trace = torch.zeros_like(reward), torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        delta = reward[t] + gamma * value[t + 1] * (1 - terminated[t]) - value[t]
-        advantage[t] = trace = delta + gamma * lam * (1 - done[t]) * trace
+        advantage[t] = trace = delta[t] + decay[t] * trace
     return advantage
 
 

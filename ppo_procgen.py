@@ -295,7 +295,8 @@ class Agent(nn.Module):
         return F.relu(x.mean((2, 3)) if self.pool == "avg" else x.flatten(1))  # ReLU after the average
 
     def forward(self, obs):
-        x = (obs.to(torch.float32, memory_format=torch.channels_last) - self.shift) / 255
+        # Bytes are re-ordered before they become floats, and in place: each pass over a batch of frames takes time.
+        x = obs.contiguous(memory_format=torch.channels_last).float().sub_(self.shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
         with torch.autocast(x.device.type, enabled=False):  # bf16 would round a value near 30 to a multiple of 1/8
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
@@ -312,10 +313,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), the last row bootstraps.
     A termination has no future value; any end (`done`) cuts the trace.
     """
+    delta, decay = reward + gamma * value[1:] * (1 - terminated) - value[:-1], gamma * lam * (1 - done)
     advantage, trace = torch.zeros_like(reward), torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        delta = reward[t] + gamma * value[t + 1] * (1 - terminated[t]) - value[t]
-        advantage[t] = trace = delta + gamma * lam * (1 - done[t]) * trace
+        advantage[t] = trace = delta[t] + decay[t] * trace
     return advantage
 
 

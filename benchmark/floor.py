@@ -2,17 +2,20 @@
 
     python benchmark/floor.py ppo_procgen --json benchmark/results/floor/ppo_procgen.json -- --env-id starpilot
 
-Three figures, of the same machine, one after the other: GFLOP/s of a plain matrix product; rows a second of every
-convolution and linear layer of the script's networks alone, forward and backward, in the best piece size (no ReLU,
-pooling, residual sum, loss, optimiser or indexing); rows a second of the script itself, from time/learn_s and
-time/policy_s of its last iteration (in which the synchronous scripts book the targets as acting). Nothing else may
-run. Rows are agent steps, with all their epochs.
+The script trains; between its iterations the same process measures, in turn with them: GFLOP/s of a plain matrix
+product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
+the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
+a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
+iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares are medians over
+the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are agent steps, with
+all their epochs. Asynchronous scripts need --sync.
 """
 
 import argparse
 import contextlib
 import importlib
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -22,11 +25,40 @@ from unittest import mock
 import torch
 import tyro
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
-LEAST = 0.3  # seconds of a measurement
+LEAST = 0.1  # seconds of a measurement
+KINDS = {  # of PyTorch's operations, by a part of their names, the first that fits
+    "convolutions, products": ("convolution", "mm"),
+    "pooling": ("pool",),
+    "activations": ("relu", "threshold", "elu"),
+    "Adam, norm": ("adam", "norm"),
+    "other operations": ("",),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Seconds in each of KINDS, of every operation forward and backward. A profiler's own memory would disturb."""
+
+    def __init__(self):
+        super().__init__()
+        self.spent, self.start = dict.fromkeys(KINDS, 0.0), time.perf_counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        start = time.perf_counter()
+        result = operation(*args, **kwargs or {})
+        kind = next(kind for kind, parts in KINDS.items() if any(part in operation.__name__ for part in parts))
+        self.spent[kind] += time.perf_counter() - start
+        return result
+
+    def shares(self) -> dict:
+        """Of the time since the beginning; the rest is Python, autograd and this measurement."""
+        whole = time.perf_counter() - self.start
+        shares = {kind: spent / whole for kind, spent in self.spent.items()}
+        return shares | {"between operations": 1 - sum(shares.values())}
 
 
 def seconds(work) -> float:
@@ -116,71 +148,126 @@ def keep(kind: type, made: dict) -> type:
     return type(kind.__name__, (kind,), {"__init__": init})
 
 
+class Rounds:
+    """What is measured between the iterations of a script, and its own rows of metrics.csv."""
+
+    def __init__(self, script: str, args, made: dict, wanted: int):
+        self.script, self.args, self.made, self.wanted = script, args, made, wanted
+        self.measured, self.rows, self.operations = [], [], None
+
+    def begin(self):
+        """The script's networks exist now: find the best piece of each."""
+        self.networks = networks(self.script, self.args, self.made)
+        self.layers = [layers_of(*entry[:3]) for entry in self.networks]
+        self.pieces = [{piece: alone(layers, piece, True) for piece in PIECES} for layers in self.layers]
+        agent, inputs, *_ = self.networks[0]
+        self.batch = self.args.num_envs // getattr(self.args, "num_groups", 1)
+        frames = torch.randint(0, 256, (self.batch, *inputs.shape[1:]), dtype=torch.uint8)
+        state = (torch.zeros(self.batch, agent.memory), torch.zeros(self.batch)) if hasattr(agent, "memory") else ()
+        self.forward = torch.no_grad()(lambda: agent(frames, *state))
+
+    def measure(self):
+        """One round: seconds a row of the layers alone and of the policy's forward pass, GFLOP/s of the product."""
+        a, b, floor = torch.randn(1024, 1024), torch.randn(1024, 1024), 0.0
+        for layers, each, (*_, both, only) in zip(self.layers, self.pieces, self.networks, strict=True):
+            best = min(each, key=each.get)
+            floor += both * alone(layers, best, True) + (only * alone(layers, best, False) if only else 0)
+        product = 2 * 1024**3 / seconds(lambda: a @ b) / 1e9
+        self.measured.append(dict(floor=floor, forward=seconds(self.forward) / self.batch, product=product))
+
+    def gflop(self) -> float:
+        """Arithmetic of a row's update: three forward passes' worth, but the first layer's input needs no gradient."""
+        total = 0.0
+        for layers, (*_, both, only) in zip(self.layers, self.networks, strict=True):
+            one_pass = sum(flops(*layer) for layer in layers)
+            total += both * (3 * one_pass - flops(*layers[0])) + only * one_pass
+        return total / 1e9
+
+    def hooks(self, run) -> dict:
+        """Methods of the script's class Run that measure between iterations and time the last update's operations."""
+
+        def goes_on(plumbing, step, state):
+            done = step // self.args.batch_size
+            if done == 1:
+                self.begin()
+            if 1 <= done <= self.wanted + 1:
+                self.measure()
+            return real_goes_on(plumbing, step, state)
+
+        def lap(plumbing, phase, steps=0):
+            if phase == "learn" and len(self.rows) == self.wanted + 1 and self.operations is None:
+                self.operations = Operations()
+                self.operations.__enter__()
+            return real_lap(plumbing, phase, steps)
+
+        def log(plumbing, step, metrics):
+            if self.operations:
+                self.update_shares = self.operations.shares()
+                self.operations.__exit__(None, None, None)
+            self.rows.append(real_log(plumbing, step, metrics))
+            return self.rows[-1]
+
+        real_goes_on, real_lap, real_log = run.goes_on, run.lap, run.log
+        return dict(goes_on=goes_on, lap=lap, log=log)
+
+    def result(self) -> dict:
+        """Medians over rounds; the iteration between two rounds is compared with their mean."""
+        size = self.args.batch_size
+        own = self.rows[1 : self.wanted + 1]
+        pairs = list(zip(self.measured, self.measured[1:], strict=False))
+        learn, act = ([size / row[f"time/{name}_s"] for row in own] for name in ("learn", "policy"))
+        floor, forward = ([2 / (a[key] + b[key]) for a, b in pairs] for key in ("floor", "forward"))
+        median = statistics.median
+        shares = {
+            name: [x / y for x, y in zip(*two, strict=True)]
+            for name, two in dict(learner=(learn, floor), acting=(act, forward)).items()
+        }
+        found = dict(
+            matrix_product_gflops=median(one["product"] for one in self.measured),
+            update_gflop_per_row=self.gflop(),
+            layers_alone_rows_per_s=median(floor),
+            layers_alone_gflops=median(floor) * self.gflop(),
+            learner_rows_per_s=median(learn),
+            learner_gflops=median(learn) * self.gflop(),
+            forward_rows_per_s=median(forward),
+            acting_rows_per_s=median(act),
+            acting_batch=self.batch,
+        )
+        for name, each in shares.items():
+            found |= {f"{name}_share": median(each), f"{name}_shares": each}
+        found["update_shares"] = self.update_shares
+        names = (f"{type(entry[0]).__name__}{i}" for i, entry in enumerate(self.networks))
+        found["pieces_rows_per_s"] = {
+            name: {piece: 1 / time for piece, time in each.items()}
+            for name, each in zip(names, self.pieces, strict=True)
+        }
+        return found
+
+
 def main(argv=None) -> int:
     own, _, flags = " ".join(sys.argv[1:] if argv is None else argv).partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script")
-    parser.add_argument("--iterations", type=int, default=2, help="of the script; only the last one counts")
+    parser.add_argument("--rounds", type=int, default=3, help="iterations that count, after one that warms up")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(own.split())
     module, made = importlib.import_module(options.script), {}
     args = tyro.cli(module.Args, args=flags.split())
-    args.total_timesteps, args.eval_episodes, args.quiet = options.iterations * args.batch_size, 0, True
+    args.total_timesteps, args.eval_episodes, args.quiet = (options.rounds + 2) * args.batch_size, 0, True
+    rounds = Rounds(options.script, args, made, options.rounds)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:
         for name in {"Agent", "RND", "SND"} & vars(module).keys():  # keep the networks that `train` makes
             stack.enter_context(mock.patch.object(module, name, keep(getattr(module, name), made)))
-        metrics = module.train(args)
-    device_threads = torch.get_num_threads()
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    product = 2 * 1024**3 / seconds(lambda: a @ b) / 1e9
-    floor, update_flops, sizes = 0.0, 0.0, {}
-    for network, inputs, call, both, only in networks(options.script, args, made):
-        layers = layers_of(network, inputs, call)
-        one_pass = sum(flops(*layer) for layer in layers)
-        first = flops(*layers[0])
-        each = {piece: alone(layers, piece, True) for piece in PIECES}
-        best = min(each, key=each.get)
-        sizes[type(network).__name__ + str(len(sizes))] = dict(
-            best=best, rows_per_s={p: 1 / s for p, s in each.items()}
-        )
-        floor += both * each[best]
-        update_flops += both * (3 * one_pass - first) + only * one_pass
-        if only:
-            floor += only * min(alone(layers, piece, False) for piece in PIECES)
-    rows = args.batch_size
-    learn = rows / metrics["time/learn_s"]
-    groups = getattr(args, "num_groups", 1)
-    batch = args.num_envs // groups
-    agent, inputs, call, *_ = networks(options.script, args, made)[0]
-    frames = torch.randint(0, 256, (batch, *inputs.shape[1:]), dtype=torch.uint8)
-    if options.script == "ppo_atari_rnd":
-        work = lambda: agent(frames, torch.zeros(batch, agent.memory), torch.zeros(batch))  # noqa: E731
-    else:
-        work = lambda: agent(frames)  # noqa: E731
-    forward = batch / seconds(torch.no_grad()(work))
-    acting = rows / metrics["time/policy_s"]
-    result = dict(
-        script=options.script,
-        flags=flags,
-        git=module.provenance(torch.device("cpu"))["git"],
-        threads=device_threads,
-        matrix_product_gflops=product,
-        update_gflop_per_row=update_flops / 1e9,
-        layers_alone_rows_per_s=1 / floor,
-        layers_alone_gflops=update_flops / floor / 1e9,
-        learner_rows_per_s=learn,
-        learner_gflops=update_flops * learn / 1e9,
-        learner_share=learn * floor,
-        forward_rows_per_s=forward,
-        acting_rows_per_s=acting,
-        acting_share=acting / forward,
-        acting_batch=batch,
-        pieces=sizes,
-    )
-    print(json.dumps(result, indent=1))
+        for name, method in rounds.hooks(module.Run).items():
+            stack.enter_context(mock.patch.object(module.Run, name, method))
+        module.train(args)
+    result = dict(script=options.script, flags=flags, git=module.provenance(torch.device("cpu"))["git"])
+    result |= dict(threads=torch.get_num_threads()) | rounds.result()
+    text = json.dumps(result, indent=1)
+    print(text)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(text + "\n")
     return 0
 
 

@@ -251,13 +251,14 @@ def speed_table(results: Path = RESULTS) -> list[str]:
 
 def floor_table(results: Path = RESULTS) -> list[str]:
     """One line a file of results/floor: how near learner and acting come to their layers alone."""
-    lines = ["| script and flags | matrix product | layers alone | learner | share | forward only | acting | share |"]
-    lines += ["|" + "---|" * 8]
+    head = ["script and flags", "matrix product", "layers alone", "learner", "share", "the update's time, %"]
+    lines = ["| " + " | ".join([*head, "forward only", "acting", "share"]) + " |", "|" + "---|" * 9]
     for path in sorted((results / "floor").glob("*.json")):
         one = json.loads(path.read_text())
         layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
         row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
         row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}**"]
+        row += [", ".join(f"{100 * share:.0f} {kind}" for kind, share in one["update_shares"].items() if share > 0.005)]
         row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
         lines.append("| " + " | ".join([*row, f"**{one['acting_share']:.2f}**"]) + " |")
     return lines

@@ -209,7 +209,7 @@ def plain_agent(w, obs, stats):
     x = ((obs.double() / 255 - mean) / (squares / n - mean**2).clamp(min=1e-12).sqrt()).clamp(-5, 5)
     for i, stride in ((0, 4), (2, 2), (4, 1)):
         x = F.relu(F.conv2d(x, w[f"trunk.{i}.weight"], w[f"trunk.{i}.bias"], stride))
-    x = F.relu(F.linear(x.flatten(1), w["hidden.weight"], w["hidden.bias"]))
+    x = F.relu(F.linear(x.permute(0, 2, 3, 1).flatten(1), w["hidden.weight"], w["hidden.bias"]))
     return F.linear(x, w["policy.weight"], w["policy.bias"]), F.linear(x, w["value.weight"], w["value.bias"])[:, 0]
 
 

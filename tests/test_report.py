@@ -143,7 +143,7 @@ def test_marked_tables_are_filled(tmp_path):
     (tmp_path / "floor").mkdir()
     shares = dict(learner_share=0.75, acting_share=0.5, acting_batch=16)
     rates = dict(layers_alone_rows_per_s=1000, layers_alone_gflops=50, learner_rows_per_s=750, forward_rows_per_s=200)
-    rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80)
+    rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80, update_shares=dict(layers=0.7, none=0.0, rest=0.3))
     (tmp_path / "floor" / "x.json").write_text(json.dumps(dict(script="appo_atari", flags="--sync") | shares | rates))
     text = "a\n<!-- results -->\nold\n<!-- end of results -->\nb\n<!-- floor -->\n<!-- end of floor -->\nc"
     done = report.filled(text, tmp_path)
@@ -152,7 +152,15 @@ def test_marked_tables_are_filled(tmp_path):
     (line,) = (line for line in done.splitlines() if "bigfish" in line)
     assert "12.00 (+- 0.50 over games)" in line and "1 seed" in line and "9.57, OpenAI's PPO" in line
     (line,) = rows(done, "`appo_atari --sync`")
-    assert line[2:] == ["1,000 rows/s, 50 GFLOP/s", "750", "**0.75**", "200 (batch 16)", "100", "**0.50**"]
+    assert line[2:] == [
+        "1,000 rows/s, 50 GFLOP/s",
+        "750",
+        "**0.75**",
+        "70 layers, 30 rest",
+        "200 (batch 16)",
+        "100",
+        "**0.50**",
+    ]
 
 
 def test_speed_rows(tmp_path):
