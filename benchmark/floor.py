@@ -5,7 +5,8 @@
 The script trains; between its iterations the same process measures, in turn with them: GFLOP/s of a plain matrix
 product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
 the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
-a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
+a second of the policy's forward pass alone, back to back and ("paused") with a pause as long as a step of the
+environments before each, after which threads have to wake up. The script's own rates are from time/learn_s and time/policy_s of the
 iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares are medians over
 the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are agent steps, with
 all their epochs. Asynchronous scripts need --sync.
@@ -61,11 +62,12 @@ class Operations(TorchDispatchMode):
         return shares | {"between operations": 1 - sum(shares.values())}
 
 
-def seconds(work) -> float:
-    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up."""
+def seconds(work, pause: float = 0) -> float:
+    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up; a pause before each."""
     work()
     times, end = [], time.perf_counter() + LEAST
     while len(times) < 3 or time.perf_counter() < end:
+        time.sleep(pause)
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
@@ -173,7 +175,9 @@ class Rounds:
             best = min(each, key=each.get)
             floor += both * alone(layers, best, True) + (only * alone(layers, best, False) if only else 0)
         product = 2 * 1024**3 / seconds(lambda: a @ b) / 1e9
-        self.measured.append(dict(floor=floor, forward=seconds(self.forward) / self.batch, product=product))
+        pause = self.rows[-1]["time/env_s"] / self.args.batch_size * self.batch  # as long as a step of the environments
+        forward, paused = (seconds(self.forward, pause) / self.batch for pause in (0, pause))
+        self.measured.append(dict(floor=floor, forward=forward, paused=paused, product=product))
 
     def gflop(self) -> float:
         """Arithmetic of a row's update: three forward passes' worth, but the first layer's input needs no gradient."""
@@ -216,11 +220,12 @@ class Rounds:
         own = self.rows[1 : self.wanted + 1]
         pairs = list(zip(self.measured, self.measured[1:], strict=False))
         learn, act = ([size / row[f"time/{name}_s"] for row in own] for name in ("learn", "policy"))
-        floor, forward = ([2 / (a[key] + b[key]) for a, b in pairs] for key in ("floor", "forward"))
+        names = ("floor", "forward", "paused")
+        floor, forward, paused = ([2 / (a[key] + b[key]) for a, b in pairs] for key in names)
         median = statistics.median
         shares = {
             name: [x / y for x, y in zip(*two, strict=True)]
-            for name, two in dict(learner=(learn, floor), acting=(act, forward)).items()
+            for name, two in dict(learner=(learn, floor), acting=(act, forward), paused=(act, paused)).items()
         }
         found = dict(
             matrix_product_gflops=median(one["product"] for one in self.measured),
@@ -230,6 +235,7 @@ class Rounds:
             learner_rows_per_s=median(learn),
             learner_gflops=median(learn) * self.gflop(),
             forward_rows_per_s=median(forward),
+            paused_rows_per_s=median(paused),
             acting_rows_per_s=median(act),
             acting_batch=self.batch,
         )
