@@ -6,10 +6,10 @@ The script trains; between its iterations the same process measures, in turn wit
 product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
 the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
 a second of the policy's forward pass alone, back to back and ("paused") with a pause as long as a step of the
-environments before each, after which threads have to wake up. The script's own rates are from time/learn_s and time/policy_s of the
-iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares are medians over
-the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are agent steps, with
-all their epochs. Asynchronous scripts need --sync.
+environments before each, after which threads have to wake up. The script's own rates are from time/learn_s and
+time/policy_s of the iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares
+are medians over the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are
+agent steps, with all their epochs. Asynchronous scripts need --sync.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
 
 
 def seconds(work, pause: float = 0) -> float:
-    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up; a pause before each."""
+    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up; each after a pause."""
     work()
     times, end = [], time.perf_counter() + LEAST
     while len(times) < 3 or time.perf_counter() < end:
