@@ -11,9 +11,9 @@ Run it with nothing else running. CPU seconds are those of all threads; peak mem
 The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a
 padded max-pool, a whole minibatch in one forward and backward, no compilation. It stands for CleanRL too, whose package
 in the registry is too old. "sync" is an asynchronous script without overlap, "rnd" the sibling at equal sizes, "ppo"
-ppo_procgen at its own defaults. Peers run with a python of their own, --peer-python (benchmark/peers.sh makes them):
-"sample-factory" (2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for
-appo_atari.
+ppo_procgen at its own defaults, "fp32" the script without the --precision bf16 or --compile of the flags. Peers run
+with a python of their own, --peer-python (benchmark/peers.sh makes them): "sample-factory" (2.1.1) and "sb3"
+(Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
 """
 
 import argparse
@@ -580,6 +580,12 @@ def sync(script, args) -> Stopwatch:
     return measure_script(script, args)
 
 
+def fp32(script, args) -> Stopwatch:
+    """The script itself in plain float32, beside its --precision bf16 or --compile."""
+    args.precision, args.compile = "fp32", False
+    return measure_script(script, args)
+
+
 def sample_factory(name: str, args, seconds: float, python: str) -> dict:
     """Sample Factory's own command with the same sizes, from its own log: the first report and what was before it are
     discarded, and so is what came after the last dataset."""
@@ -669,11 +675,11 @@ def rnd(script, args) -> Stopwatch:
 
 
 BASELINES = {
-    "ppo_procgen": {"eager": eager_ppo_procgen},
-    "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd},
-    "ppo_atari_snd": {"eager": eager_ppo_atari_snd, "rnd": rnd},
-    "impala_procgen": {"eager": eager_impala_procgen, "ppo": ppo, "sync": sync},
-    "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory, "sb3": sb3},
+    "ppo_procgen": {"eager": eager_ppo_procgen, "fp32": fp32},
+    "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd, "fp32": fp32},
+    "ppo_atari_snd": {"eager": eager_ppo_atari_snd, "rnd": rnd, "fp32": fp32},
+    "impala_procgen": {"eager": eager_impala_procgen, "ppo": ppo, "sync": sync, "fp32": fp32},
+    "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory, "sb3": sb3, "fp32": fp32},
 }
 
 

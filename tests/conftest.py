@@ -1,5 +1,6 @@
 """What all tests share: a fake vector env that can falsify a training loop."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -16,6 +17,21 @@ NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--compile", action="store_true", help="run everything in this process with --compile")
+
+
+def pytest_configure(config):
+    for name in ROOT.glob("*.py") if config.getoption("--compile") else ():
+        arguments = importlib.import_module(name.stem).Args
+        arguments.validate = compiled(arguments.validate)
+
+
+def compiled(validate):
+    def compile_and_validate(args):
+        args.compile = getattr(args, "memory", "none") == "none"  # the recurrent policy refuses
+        return validate(args)
+
+    return compile_and_validate
 
 
 def pytest_collection_modifyitems(config, items):
