@@ -33,10 +33,10 @@ sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
 KINDS = {  # of PyTorch's operations, by a part of their names, the first that fits
-    "convolutions, products": ("convolution", "mm"),
+    "convolutions and products": ("convolution", "mm"),
     "pooling": ("pool",),
     "activations": ("relu", "threshold", "elu"),
-    "Adam, norm": ("adam", "norm"),
+    "Adam and norm": ("adam", "norm"),
     "other operations": ("",),
 }
 

@@ -260,7 +260,8 @@ def floor_table(results: Path = RESULTS) -> list[str]:
         row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}**"]
         row += [", ".join(f"{100 * share:.0f} {kind}" for kind, share in one["update_shares"].items() if share > 0.005)]
         row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
-        lines.append("| " + " | ".join([*row, f"**{one['acting_share']:.2f}**"]) + " |")
+        row += [f"**{one['acting_share']:.2f}** ({one['paused_share']:.2f})"]
+        lines.append("| " + " | ".join(row) + " |")
     return lines
 
 

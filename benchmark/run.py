@@ -54,8 +54,8 @@ SUITES = {
         ("appo_atari", ["Breakout"], 1, f"{SMALL} --num-minibatches 2 --max-episode-steps 100"),
     ],
     "cpu": [  # at most ten minutes each on two cores
-        ("ppo_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440"),
-        ("ppo_procgen:bf16", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --precision bf16"),
+        ("ppo_procgen", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440"),
+        ("ppo_procgen:bf16", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --precision bf16"),
         ("impala_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --sync"),
         ("appo_atari", ["Pong"], 3, "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 "
          "--num-batches-to-accumulate 1 --total-timesteps 500000"),

@@ -135,7 +135,7 @@ def test_floor_command(tmp_path, monkeypatch, capsys):
     assert result == json.loads(capsys.readouterr().out) and len(result["learner_shares"]) == 3
     assert 0 < result["learner_share"] < 1.5 and 0 < result["acting_share"] < 1.5
     parts = result["update_shares"]  # pooling and activations are there too, but most of it are layers
-    assert sum(parts.values()) == pytest.approx(1) and 0 < parts["pooling"] < parts["convolutions, products"] < 0.95
+    assert sum(parts.values()) == pytest.approx(1) and 0 < parts["pooling"] < parts["convolutions and products"] < 0.95
     convolutions = 2 * 9 * 64 * 64 * 6 * 8 + 2 * 9 * 8 * 8 * (4 * 32**2 + 32**2 + 4 * 16**2 + 16**2 + 4 * 8**2)
     first, heads = 2 * 9 * 64 * 64 * 6 * 8, 2 * (8 * 256 + 256 * 15 + 256)
     expected = 3 * (3 * (convolutions + heads) - first)

@@ -141,7 +141,7 @@ def test_marked_tables_are_filled(tmp_path):
     """Only what stands between the marks is written, and twice is once."""
     write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
     (tmp_path / "floor").mkdir()
-    shares = dict(learner_share=0.75, acting_share=0.5, acting_batch=16)
+    shares = dict(learner_share=0.75, acting_share=0.5, paused_share=0.6, acting_batch=16)
     rates = dict(layers_alone_rows_per_s=1000, layers_alone_gflops=50, learner_rows_per_s=750, forward_rows_per_s=200)
     rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80, update_shares=dict(layers=0.7, none=0.0, rest=0.3))
     (tmp_path / "floor" / "x.json").write_text(json.dumps(dict(script="appo_atari", flags="--sync") | shares | rates))
