@@ -85,12 +85,8 @@ class Args:
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments of a group; 0 = the core count
     compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = (
-        "fp32"  # bf16 = autocast, of the learner: faster with AVX512-BF16; no GPU measured
-    )
-    micro_batch: int = (
-        0  # rows computed at once: same gradient, less memory; 0 = 256 (impala net: 64) on a CPU, all on a GPU
-    )
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; faster with AVX512-BF16
+    micro_batch: int = 0  # rows computed at once; 0 = 256 (impala net: 64) on a CPU, all on a GPU
     total_timesteps: int = 25_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
     keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
@@ -317,11 +313,14 @@ class Agent(nn.Module):
 
     def forward(self, obs):
         # Bytes are re-ordered before they become floats, and in place: each pass over a batch of frames takes time.
-        x, mean, std = obs.contiguous(memory_format=torch.channels_last).float(), 0, 1
+        x = obs.contiguous(memory_format=torch.channels_last).float()
         if self.norm_obs:
             mean, std = self.obs_moments.mean().float(), self.obs_moments.std().float()
-        x = self.trunk(x.sub_(255 * mean).div_(255 * std).clamp_(-5, 5))
-        x = F.relu(self.hidden(x.permute(0, 2, 3, 1).flatten(1)))  # no copy: the layout is channels-last
+            x.sub_(255 * mean).div_(255 * std).clamp_(-5, 5)
+        else:
+            x.div_(255)
+        x = self.trunk(x).permute(0, 2, 3, 1).flatten(1)  # no copy: the layout is channels-last
+        x = F.relu(self.hidden(x))
         with torch.autocast(x.device.type, enabled=False):
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
