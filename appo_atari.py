@@ -319,8 +319,7 @@ class Agent(nn.Module):
             x.sub_(255 * mean).div_(255 * std).clamp_(-5, 5)
         else:
             x.div_(255)
-        x = self.trunk(x).permute(0, 2, 3, 1).flatten(1)  # no copy: the layout is channels-last
-        x = F.relu(self.hidden(x))
+        x = F.relu(self.hidden(self.trunk(x).permute(0, 2, 3, 1).flatten(1)))  # no copy: its layout is channels-last
         with torch.autocast(x.device.type, enabled=False):
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
