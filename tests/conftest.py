@@ -28,7 +28,7 @@ def pytest_configure(config):
 
 def compiled(validate):
     def compile_and_validate(args):
-        args.compile = getattr(args, "memory", "none") == "none"  # the recurrent policy refuses
+        args.compile |= getattr(args, "memory", "none") == "none"  # the recurrent policy refuses
         return validate(args)
 
     return compile_and_validate
