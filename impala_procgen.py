@@ -95,7 +95,7 @@ class Args:
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments of a group; 0 = the core count, at most 8
     compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; faster with AVX512-BF16
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; off until measured on a GPU
     micro_batch: int = 0  # rows computed at once; 0 = 64 on a CPU, all on a GPU; graphs of whole fragments are kept
     total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration

@@ -87,7 +87,7 @@ class Args:
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast: faster on a CPU with AVX512-BF16; no GPU measured
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast; off until measured on a GPU
     micro_batch: int = 0  # rows computed at once: same gradient, less memory; 0 = 256 on a CPU, all on a GPU
     total_timesteps: int = 128_000_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration

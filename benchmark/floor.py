@@ -220,8 +220,8 @@ class Rounds:
         own = self.rows[1 : self.wanted + 1]
         pairs = list(zip(self.measured, self.measured[1:], strict=False))
         learn, act = ([size / row[f"time/{name}_s"] for row in own] for name in ("learn", "policy"))
-        names = ("floor", "forward", "paused")
-        floor, forward, paused = ([2 / (a[key] + b[key]) for a, b in pairs] for key in names)
+        keys = ("floor", "forward", "paused")
+        floor, forward, paused = ([2 / (a[key] + b[key]) for a, b in pairs] for key in keys)
         median = statistics.median
         shares = {
             name: [x / y for x, y in zip(*two, strict=True)]
@@ -253,12 +253,16 @@ class Rounds:
 def main(argv=None) -> int:
     own, _, flags = " ".join(sys.argv[1:] if argv is None else argv).partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script")
+    parser.add_argument("script", choices=sorted(path.stem for path in ROOT.glob("*.py")), help="without .py")
     parser.add_argument("--rounds", type=int, default=3, help="iterations that count, after one that warms up")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(own.split())
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: must be at least 1")
     module, made = importlib.import_module(options.script), {}
     args = tyro.cli(module.Args, args=flags.split())
+    if not getattr(args, "sync", True):
+        parser.error(f"{options.script}: needs -- --sync, else actors share the cores with what is timed")
     args.total_timesteps, args.eval_episodes, args.quiet = (options.rounds + 2) * args.batch_size, 0, True
     rounds = Rounds(options.script, args, made, options.rounds)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:

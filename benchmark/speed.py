@@ -713,7 +713,7 @@ def child(name: str, options, flags: list[str]) -> dict:
         if variant == "sb3":
             return sb3(variant, args, options)
         # Asynchronous actors begin nothing beyond the run's end: its last iterations have no acting to wait for.
-        ahead = getattr(args, "num_batches_to_accumulate", -1) + 1 if variant == "script" else 0
+        ahead = getattr(args, "num_batches_to_accumulate", -1) + 1 if variant in ("script", "fp32") else 0
         args.total_timesteps = (options.iterations + warmup + ahead) * args.batch_size
         rate = env_rate(script, args)
         Stopwatch.batch_size = args.batch_size

@@ -21,8 +21,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for name in ROOT.glob("*.py") if config.getoption("--compile") else ():
-        arguments = importlib.import_module(name.stem).Args
+    for path in ROOT.glob("*.py") if config.getoption("--compile") else ():
+        arguments = importlib.import_module(path.stem).Args
         arguments.validate = compiled(arguments.validate)
 
 
@@ -62,11 +62,8 @@ class FakeVecEnv(gym.vector.VectorEnv):
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
         self.episode, self.t = np.zeros(self.num_envs, int), np.zeros(self.num_envs, int)
         self.over, self.lives = np.zeros(self.num_envs, bool), np.full(self.num_envs, 3)
-        self.actions, self.seen, self.log = (
-            [],
-            [],
-            [],
-        )  # actions received, frames shown, (reward, ended, cut, over before)
+        # Actions received, frames shown, (reward, ended, cut, over before).
+        self.actions, self.seen, self.log = [], [], []
 
     def frame(self, env):
         frame = np.zeros(self.shape, np.uint8)
