@@ -263,6 +263,8 @@ def main(argv=None) -> int:
     args = tyro.cli(module.Args, args=flags.split())
     if not getattr(args, "sync", True):
         parser.error(f"{options.script}: needs -- --sync, else actors share the cores with what is timed")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     args.total_timesteps, args.eval_episodes, args.quiet = (options.rounds + 2) * args.batch_size, 0, True
     rounds = Rounds(options.script, args, made, options.rounds)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:
@@ -270,13 +272,15 @@ def main(argv=None) -> int:
             stack.enter_context(mock.patch.object(module, name, keep(getattr(module, name), made)))
         for name, method in rounds.hooks(module.Run).items():
             stack.enter_context(mock.patch.object(module.Run, name, method))
-        module.train(args)
+        try:
+            module.train(args)
+        except module.UsageError as error:
+            parser.error(str(error))
     result = dict(script=options.script, flags=flags, git=module.provenance(torch.device("cpu"))["git"])
     result |= dict(threads=torch.get_num_threads()) | rounds.result()
     text = json.dumps(result, indent=1)
     print(text)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(text + "\n")
     return 0
 

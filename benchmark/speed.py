@@ -763,8 +763,16 @@ def main(argv=None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
+    for name, least in (("pairs", 1), ("iterations", 1), ("warmup", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
     if options.child:
-        print(json.dumps(child(options.script, options, flags)))
+        try:
+            print(json.dumps(child(options.script, options, flags)))
+        except ValueError as error:
+            if type(error).__name__ != "UsageError":  # of the script's own copy of that class
+                raise
+            parser.error(str(error))
         return 0
     if options.against == "cleanrl":
         parser.error(
@@ -772,6 +780,8 @@ def main(argv=None) -> int:
         )
     if options.against and options.against not in BASELINES[options.script]:
         parser.error(f"--against: {options.script} has only {', '.join(BASELINES[options.script])}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # rather now than after all measurements
     print(f"{options.script} {' '.join(flags)}\n{hardware()}")
     results = {"script": []} | ({options.against: []} if options.against else {})
     for _ in range(options.pairs):

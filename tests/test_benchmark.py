@@ -5,16 +5,20 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 import features  # noqa: E402
 import floor  # noqa: E402
 import live  # noqa: E402
+import speed  # noqa: E402
 
 import ppo_atari_rnd  # noqa: E402
 import ppo_atari_snd  # noqa: E402
@@ -140,3 +144,108 @@ def test_floor_command(tmp_path, monkeypatch, capsys):
     first, heads = 2 * 9 * 64 * 64 * 6 * 8, 2 * (8 * 256 + 256 * 15 + 256)
     expected = 3 * (3 * (convolutions + heads) - first)
     assert result["update_gflop_per_row"] == pytest.approx(expected / 1e9)
+
+
+def test_floor_bad_input(capsys):
+    """One clear line, before anything is measured."""
+    for command, parts in {
+        "ppo_x": ["ppo_x", "ppo_procgen"],
+        "ppo_procgen --rounds 0": ["--rounds 0", "at least 1"],
+        "appo_atari -- --env-id Pong": ["appo_atari", "--sync"],
+        "ppo_procgen -- --env-id bigfsh": ["--env-id bigfsh", "bigfish"],
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            floor.main(command.split())
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and all(part in last for part in parts)
+
+
+def test_floor_kinds_of_operations():
+    """Forward and backward, each operation is booked where it belongs, once."""
+    x, weight = torch.rand(2, 4, 8, 8, requires_grad=True), torch.nn.Parameter(torch.rand(4, 4, 3, 3))
+    cases = {
+        "convolutions and products": (
+            lambda: torch.nn.functional.conv2d(x, weight),
+            lambda: weight[0, 0] @ weight[1, 0],
+        ),
+        "pooling": (lambda: torch.nn.functional.max_pool2d(x, 3, 2), lambda: torch.nn.functional.avg_pool2d(x, 2)),
+        "activations": (lambda: x.relu(), lambda: torch.nn.functional.elu(x)),
+    }
+    for kind, works in cases.items():
+        for work in works:
+            with floor.Operations() as forward:
+                y = work()
+            with floor.Operations() as backward:
+                y.backward(torch.ones_like(y))
+            for spent in (forward.spent, backward.spent):
+                rest = {name for name, time in spent.items() if time} - {kind, "other operations"}
+                assert spent[kind] > 0 and not rest
+            shares = forward.shares()
+            assert sum(shares.values()) == pytest.approx(1) and shares[kind] > 0
+    optimizer = torch.optim.Adam([weight], fused=True)
+    with floor.Operations() as update:
+        torch.nn.utils.clip_grad_norm_([weight], 0.1)
+        optimizer.step()
+    assert update.spent["Adam and norm"] > 0 and not update.spent["convolutions and products"]
+
+
+def test_floor_pause_is_not_timed(monkeypatch):
+    """The work's own time, whatever sleeps before it."""
+    monkeypatch.setattr(floor, "LEAST", 0.1)
+    assert floor.seconds(lambda: None, pause=0.02) < 0.005
+
+
+SPEED = {  # tiny work of each script; the predictor sees every row, as in the baseline
+    "ppo_procgen": "--env-id leaper --channels 4 4 4 --update-epochs 2",
+    "ppo_atari_rnd": "--env-id Breakout --warmup-steps 4 --rnd-features 8 --predictor-share 1 --update-epochs 2",
+    "ppo_atari_snd": "--env-id Breakout --warmup-steps 4 --snd-features 8 --predictor-share 1 --update-epochs 1",
+    "impala_procgen": "--env-id leaper --channels 4 4 4 --update-epochs 2 --sync",
+    "appo_atari": "--env-id Pong --num-minibatches 2 --update-epochs 2 --sync",
+}
+
+
+def measured(monkeypatch, name, variant, flags=""):
+    """(speed.child's result, SGD steps, arithmetic of all layers forward and backward) of a tiny run, one iteration."""
+    tiny = f"{SPEED[name]} --num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --torch-threads 1 {flags}"
+    options, steps = types.SimpleNamespace(child=variant, warmup=0, iterations=1), []
+    monkeypatch.setitem(sys.modules, name, None)  # `child` loads a copy of its own
+    hook = register_optimizer_step_post_hook(lambda *rest: steps.append(1))
+    with FlopCounterMode(display=False) as counter:
+        result = speed.child(name, options, tiny.split())
+    hook.remove()
+    return result, len(steps), counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", SPEED)
+def test_speed_baseline_does_the_same_work(name, monkeypatch):
+    """As many SGD steps and as much arithmetic a step as the script; else the ratio of their speeds says nothing."""
+    _, script_steps, script_flops = measured(monkeypatch, name, "script")
+    result, steps, flops = measured(monkeypatch, name, "eager")
+    assert steps == 2 * (1 + (name != "ppo_atari_snd"))
+    assert flops / steps == pytest.approx(script_flops / script_steps, rel=0.1)
+    phases = {key: value for key, value in result["seconds_a_step"].items() if key != "cpu"}
+    assert 0.5 < sum(phases.values()) * result["sps"] <= 1.001  # parts of the iteration's wall time
+
+
+def test_speed_in_float32(monkeypatch):
+    """--against fp32 leaves out what the flags switch on, and nothing else."""
+    seen = []
+    monkeypatch.setattr(speed, "measure_script", lambda script, args: seen.append(args))
+    args = types.SimpleNamespace(precision="bf16", compile=True, sync=False)
+    speed.fp32(None, args)
+    assert vars(seen[0]) == dict(precision="fp32", compile=False, sync=False)
+
+
+def test_speed_bad_input(capsys):
+    for command, parts in {
+        "ppo_procgen --pairs 0": ["--pairs 0", "at least 1"],
+        "ppo_procgen --iterations 0": ["--iterations 0", "at least 1"],
+        "ppo_procgen --against sync": ["ppo_procgen", "eager, fp32"],
+        "ppo_procgen --against cleanrl": ["cleanrl", "eager"],
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            speed.main(command.split())
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert stop.value.code == 2 and all(part in last for part in parts)
+    assert speed.main("ppo_procgen -- --env-id bigfsh".split()) == 1
+    assert "--env-id bigfsh: no Procgen game" in capsys.readouterr().err.strip().splitlines()[-1]
