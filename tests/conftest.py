@@ -42,6 +42,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(slow)
 
 
+@pytest.fixture(autouse=True)
+def compiler(request):
+    """PyTorch's compiler gives a function up, with a warning, after eight compilations in one process: begin anew."""
+    if request.config.getoption("--compile"):
+        import torch
+
+        torch.compiler.reset()
+
+
 class FakeVecEnv(gym.vector.VectorEnv):
     """A scripted vector env with EnvPool's or Procgen's autoreset and nothing random in it.
 

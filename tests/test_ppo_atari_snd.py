@@ -681,7 +681,7 @@ def test_the_target_learns(target):
 def test_it_learns_the_games_rewards(tmp_path):
     """Reward 1 for the action that the frame shows, one in four by chance, bonus and all: no term is upside down."""
     envs = FakeVecEnv([[([0.0] * 20, "terminated")]] * 8, NEXT_STEP, shape=SHAPE, learn=True)
-    flags = dict(num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=("1e-3",), gamma=0.5, eta=0.01)
+    flags = dict(num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=("3e-4",), gamma=0.5, eta=0.01)
     run(tmp_path, envs, 50, warmup_steps=16, **flags)
     rewards = np.stack([reward for reward, *_ in envs.log])
     assert rewards[:200].mean() < 0.4 and rewards[-200:].mean() > 0.6
