@@ -213,7 +213,11 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
             process.terminate()
         output = process.communicate()[0]
         if process.returncode == 0:
-            return collect(job, run) if (run / "eval.json").exists() else None
+            found = collect(job, run) if (run / "eval.json").exists() else None
+            steps, wanted = found[1]["steps"] if found else 0, dict(zip(job.command, job.command[1:], strict=False))
+            if steps > int(wanted.get("--total-timesteps", steps)):
+                return collect(job, run, error=f"{run} has {steps} steps, of earlier flags: delete it, then --retry")
+            return found
         if process.returncode in (130, 143, -signal.SIGTERM):
             return None
         lines = [line for line in output.splitlines() if line.strip()]

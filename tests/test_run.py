@@ -72,6 +72,15 @@ def test_out_of_time_stops_cleanly_and_goes_on(tmp_path, bench, capsys):
     assert bench(cells) == 0 and result(tmp_path)["steps"] == 512
 
 
+def test_a_folder_past_the_total_is_no_result(tmp_path, bench, capsys):
+    """The suite's steps were cut after the run had passed them: its longer training must not be recorded as theirs."""
+    cells = [[("ppo_procgen", ["leaper"], 1, f"{TINY} --total-timesteps {total}")] for total in (192, 128, 192)]
+    assert bench(cells[0]) == 0 and result(tmp_path)["steps"] == 192
+    assert bench(cells[1]) == 1
+    assert result(tmp_path)["status"] == "failed" and "192 steps" in result(tmp_path)["error"]
+    assert bench(cells[2]) == 0 and result(tmp_path)["status"] == "done"
+
+
 @pytest.mark.parametrize("how", ["terminate", "kill", "ctrl-c"])
 def test_killed_at_any_moment_it_goes_on(tmp_path, how):
     """Three times; each time training ends too, leaves a checkpoint that is as new as --checkpoint-every asks, and goes
