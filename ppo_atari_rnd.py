@@ -858,7 +858,8 @@ class Run(contextlib.AbstractContextManager):
             print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
         with contextlib.suppress(OSError):  # of a full disk, which was reported before
             self.csv.close()
-            self.tensorboard.close()
+            if not isinstance(error, KeyboardInterrupt | SystemExit):  # amid its queue they make this wait for ever
+                self.tensorboard.close()
 
     def goes_on(self, step: int, state) -> bool:
         """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""

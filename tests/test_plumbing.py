@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -518,6 +519,36 @@ def test_interrupt_drops_only_the_unfinished_iteration(script, error):
     with pytest.raises(type(error) if isinstance(error, BaseException) else error):
         script.train(args, envs)
     assert load(script.path / "i")["step"] == 3 * 64 and len(rows(script.path / "i")) == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_signal_inside_tensorboards_queue(script, monkeypatch, error):
+    """It raises between two lines of Condition.notify: the next notify wakes nobody, TensorBoard's thread sleeps on."""
+    tensorboard, raised = script.module.SummaryWriter, []
+
+    class Interrupted(tensorboard):
+        def add_scalar(self, name, value, step):
+            super().add_scalar(name, value, step)
+            if step == 2 * script.steps:
+                queue = self._get_file_writer().event_writer._async_writer._byte_queue
+                queue.join()
+                while True:
+                    with queue.not_empty:
+                        if queue.not_empty._waiters:
+                            queue.not_empty._waiters[0].release()  # and not removed from the list
+                            raise error
+
+    def train():
+        try:
+            script.train(script.small(total_timesteps=3 * script.steps), script.fake())
+        except BaseException as stop:
+            raised.append(type(stop))
+
+    monkeypatch.setattr(script.module, "SummaryWriter", Interrupted)
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert raised == [error]
 
 
 def test_ctrl_c_real_env_then_resume(script, monkeypatch):
