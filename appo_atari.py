@@ -10,11 +10,11 @@ trajectories in a fixed order; rows that are too old are masked.
 Departures: EnvPool emulates (the ignored action after an end is masked); the learning rate falls to zero (Sample
 Factory's counts frames against samples and ends at 0.75); a game cut at the time limit bootstraps from its last
 observation (theirs adds gamma V of the one before); V-trace works with normalised returns and a true bootstrap (theirs
-refuses the first and drops the last reward); rows that are too old are masked in the losses only (theirs leaves them
-out of GAE and scales the learning rate by the valid share too); advantages' deviation has a floor of 1e-4; the KL
-schedule reads a sampled KL (theirs the exact one); no early stop when an epoch's loss stays as it was; groups get the
-random head start, not single environments; EnvPool turns frames grey and resizes them its own way; one policy. Effects
-not measured.
+refuses the first and drops the last reward); rows that are too old are masked in losses and statistics, not in GAE
+(theirs there too, and it scales the learning rate by the valid share); advantages' deviation has a floor of 1e-4; the
+KL schedule reads a sampled KL (theirs the exact one); no early stop when an epoch's loss stays as it was; groups get
+the random head start, not single environments; EnvPool turns frames grey and resizes them its own way, and plays its
+random no-ops after a lost life too (theirs one); one policy. Effects not measured.
 """
 
 import contextlib
@@ -106,8 +106,8 @@ class Args:
     env_id: str = "Breakout"  # Atari game as EnvPool spells it, with or without -v5
     repeat_action_probability: float = 0  # sticky actions: chance that a raw frame repeats the last action
     frame_skip: int = 4  # raw frames an action; the last two are merged by maximum
-    noop_max: int = 30  # most no-op frames at a game's start; EnvPool needs one
-    fire_reset: bool = True  # press FIRE at a game's start and after a lost life
+    noop_max: int = 30  # most no-op frames at an episode's start; EnvPool needs one
+    fire_reset: bool = True  # press FIRE at an episode's start
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 27_000  # agent steps after which a game is cut
     frame_size: Literal[84, 96] = 84  # pixels a side, grey
@@ -534,7 +534,7 @@ class Rollouts:
 
     A dataset is `size` rollouts, in the order in which they were begun. Actors begin a rollout only while it belongs to
     one of the next `ahead` + 1 datasets after those that were learned, and to one of the run's `total`: no row is older
-    than `ahead` + 2 datasets of SGD steps, however unequal the actors are.
+    than `ahead` datasets of SGD steps when its learning begins, however unequal the actors are.
     """
 
     def __init__(self, size: int, ahead: int, total: int):
@@ -603,9 +603,10 @@ def train(args: Args, envs: list | None = None) -> dict:
     if saved and saved.get("own_envs", own) != own:
         raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
     if args.resume and saved["step"] >= args.iterations * args.batch_size:
-        if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
-            print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
-            return dict(step=saved["step"], run=str(saved["path"].parent))
+        step, evaluated = saved["step"], saved["path"].with_name("eval.json")  # which may be of an older checkpoint
+        if not args.eval_episodes or evaluated.exists() and f'"step": {step},' in evaluated.read_text():
+            print(f"{args.resume} is finished at step {step:,}; a larger --total-timesteps goes on with it")
+            return dict(step=step, run=str(evaluated.parent))
     # A resumed run must not replay the emulators' random numbers, which no checkpoint can save.
     stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
     stream += f" of rank {RANK}" * (RANK > 0)
@@ -855,7 +856,7 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
             (folder / "video").mkdir(exist_ok=True)
             film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
             imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
-    if folder:  # when all is played: their presence says that a run is complete
+    if folder:  # when all is played: eval.json's "step" says that this checkpoint needs it no more
         write_atomically(folder / "eval.csv", table.encode())
         write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
     return results
@@ -905,8 +906,7 @@ class Run(contextlib.AbstractContextManager):
         rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
         rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
         rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
-        text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
-        write_atomically(table, text.encode())
+        write_atomically(table, "".join(",".join(row.get(key, "") for key in COLUMNS) + "\n" for row in rows).encode())
         write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
         self.csv = open(table, "a", buffering=1)  # line by line
         self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes

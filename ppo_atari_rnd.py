@@ -96,7 +96,7 @@ class Args:
     total_timesteps: int = 491_520_000  # agent steps, all envs together, floored to whole iterations
     checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
     keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
-    max_minutes: float = 0  # stop before the iteration that would pass this many minutes, warm-up apart; 0 = never
+    max_minutes: float = 0  # stop before the iteration that would pass this many minutes, warm-up included; 0 = never
     eval_episodes: int = 100  # games at the end, rounded up to the same number an env; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     greedy: bool = False  # evaluate with argmax instead of sampled actions
@@ -111,8 +111,8 @@ class Args:
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
     repeat_action_probability: float = 0.25  # sticky actions: chance that a raw frame repeats the last action
     frame_skip: int = 4  # raw frames an action; the last two are merged by maximum
-    noop_max: int = 1  # most no-op frames at a game's start; EnvPool needs one
-    fire_reset: bool = False  # press FIRE at a game's start and after a lost life
+    noop_max: int = 1  # most no-op frames at an episode's start; EnvPool needs one
+    fire_reset: bool = False  # press FIRE at an episode's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
     frame_size: Literal[84, 96] = 84  # pixels a side, grey
@@ -531,9 +531,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if saved and saved.get("own_envs", own) != own:
         raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
     if args.resume and saved["step"] >= args.iterations * args.batch_size:
-        if not args.eval_episodes or saved["path"].with_name("eval.json").exists():
-            print(f"{args.resume} is finished at step {saved['step']:,}; a larger --total-timesteps goes on with it")
-            return dict(step=saved["step"], run=str(saved["path"].parent))
+        step, evaluated = saved["step"], saved["path"].with_name("eval.json")  # which may be of an older checkpoint
+        if not args.eval_episodes or evaluated.exists() and f'"step": {step},' in evaluated.read_text():
+            print(f"{args.resume} is finished at step {step:,}; a larger --total-timesteps goes on with it")
+            return dict(step=step, run=str(evaluated.parent))
     # A resumed run must not replay the emulators' random numbers, which no checkpoint can save.
     stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
     stream += f" of rank {RANK}" * (RANK > 0)
@@ -790,7 +791,7 @@ def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> 
             (folder / "video").mkdir(exist_ok=True)
             film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
             imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
-    if folder:  # when all is played: their presence says that a run is complete
+    if folder:  # when all is played: eval.json's "step" says that this checkpoint needs it no more
         write_atomically(folder / "eval.csv", table.encode())
         write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
     return results
@@ -840,8 +841,7 @@ class Run(contextlib.AbstractContextManager):
         rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
         rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
         rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
-        text = "".join(",".join(row.get(name, "") for name in COLUMNS) + "\n" for row in rows)
-        write_atomically(table, text.encode())
+        write_atomically(table, "".join(",".join(row.get(key, "") for key in COLUMNS) + "\n" for row in rows).encode())
         write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
         self.csv = open(table, "a", buffering=1)  # line by line
         self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes

@@ -53,7 +53,7 @@ SUITES = {
         ("ppo_atari_snd", ["Breakout"], 1, f"{SMALL} --warmup-steps 16 --max-episode-steps 100"),
         ("appo_atari", ["Breakout"], 1, f"{SMALL} --num-minibatches 2 --max-episode-steps 100"),
     ],
-    "cpu": [  # at most ten minutes each on two cores
+    "cpu": [  # at most 18 minutes each on two cores
         ("ppo_procgen", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440"),
         ("ppo_procgen:bf16", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --precision bf16"),
         ("impala_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --sync"),
@@ -214,6 +214,8 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
         output = process.communicate()[0]
         if process.returncode == 0:
             found = collect(job, run) if (run / "eval.json").exists() else None
+            if found and found[1]["eval"]["step"] < found[1]["steps"]:  # of fewer steps; then the time was up
+                return None
             steps, wanted = found[1]["steps"] if found else 0, dict(zip(job.command, job.command[1:], strict=False))
             if steps > int(wanted.get("--total-timesteps", steps)):
                 return collect(job, run, error=f"{run} has {steps} steps, of earlier flags: delete it, then --retry")

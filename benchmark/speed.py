@@ -11,9 +11,9 @@ Run it with nothing else running. CPU seconds are those of all threads; peak mem
 The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a
 padded max-pool, a whole minibatch in one forward and backward, no compilation. It stands for CleanRL too, whose package
 in the registry is too old. "sync" is an asynchronous script without overlap, "rnd" the sibling at equal sizes, "ppo"
-ppo_procgen at its own defaults, "fp32" the script without the --precision bf16 or --compile of the flags. Peers run
-with a python of their own, --peer-python (benchmark/peers.sh makes them): "sample-factory" (2.1.1) and "sb3"
-(Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
+ppo_procgen with the same network, else at its own defaults, "fp32" the script without the --precision bf16 or --compile
+of the flags. Peers run with a python of their own, --peer-python (benchmark/peers.sh makes them): "sample-factory"
+(2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
 """
 
 import argparse

@@ -696,6 +696,17 @@ def test_interrupted_final_evaluation_is_made_up_for(script, monkeypatch):
     assert len(rows(script.path / "runs/a")) == 2
 
 
+def test_an_evaluation_of_an_older_checkpoint_is_not_the_last_one(script, capsys):
+    """A finished run beside an eval.json of another step is evaluated; once that is done, it is left alone."""
+    script.run("--total-timesteps", 2 * script.steps, "--run-name", "a")
+    file = script.path / "runs/a/eval.json"
+    whole = file.read_text()
+    file.write_text(whole.replace(f'"step": {2 * script.steps},', f'"step": {script.steps},'))
+    assert file.read_text() != whole and script.run("--resume", "runs/a", tiny=False) == 0
+    assert file.read_text() == whole and "is finished" not in capsys.readouterr().out
+    assert script.run("--resume", "runs/a", tiny=False) == 0 and "is finished" in capsys.readouterr().out
+
+
 def test_max_minutes_counts_the_next_iteration(script, monkeypatch):
     """With iterations of 1 s and a limit of 2.7 s the third iteration would pass it: two are done."""
     clock = [0.0]

@@ -81,6 +81,15 @@ def test_a_folder_past_the_total_is_no_result(tmp_path, bench, capsys):
     assert bench(cells[2]) == 0 and result(tmp_path)["status"] == "done"
 
 
+def test_an_evaluation_of_fewer_steps_is_no_result(tmp_path):
+    """The suite's steps were raised after a run was done; its time is up again before the new total is reached."""
+    jobs = [run.Job("smoke", "ppo_procgen", "leaper", 1, f"{TINY} --total-timesteps {total}") for total in (128, 10**6)]
+    assert run.execute(jobs[0], tmp_path, 1)[1]["eval"]["step"] == 128
+    assert run.execute(jobs[1], tmp_path, 1, deadline=time.time()) is None  # at least one iteration is done
+    (folder,) = (file.parent for file in tmp_path.rglob("eval.json"))
+    assert (folder / "metrics.csv").read_text().count("\n") == 4
+
+
 @pytest.mark.parametrize("how", ["terminate", "kill", "ctrl-c"])
 def test_killed_at_any_moment_it_goes_on(tmp_path, how):
     """Three times; each time training ends too, leaves a checkpoint that is as new as --checkpoint-every asks, and goes
