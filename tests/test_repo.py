@@ -13,7 +13,7 @@ from test_plumbing import KINDS
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 # The longest a file may be, in lines of code: blank lines, comments and docstrings are free, so nobody saves on them.
 # The aims were 550, 650, 700, 700 and 600: where a figure is larger, it is what the file has, and must not grow.
-CEILINGS = dict(ppo_procgen=692, ppo_atari_rnd=801, ppo_atari_snd=829, appo_atari=849, impala_procgen=822)
+CEILINGS = dict(ppo_procgen=692, ppo_atari_rnd=801, ppo_atari_snd=828, appo_atari=849, impala_procgen=822)
 # Top-level names whose text may differ between scripts: what the algorithm or the environment is, not how it is run.
 ALGORITHM = {"Args", "Agent", "train", "make_envs", "splits", "normalized", "score", "ppo_terms"}
 ALGORITHM |= {"ppo_atari_rnd.evaluate"}  # its policy may have a memory
