@@ -1,7 +1,9 @@
 """The repository itself: shared blocks, lengths, what the README prints."""
 
 import ast
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -124,8 +126,15 @@ def test_every_script_has_a_smoke_command():
 def test_readme_smoke_command_runs(line, tmp_path):
     """The command the README offers for CI ends well, and in less than a minute."""
     words = line.split("#")[0].split()[1:]
-    done = subprocess.run([sys.executable, ROOT / words[0], *words[1:]], cwd=tmp_path, capture_output=True, timeout=60)
-    assert done.returncode == 0 and (tmp_path / "runs" / words[-1] / "eval.json").exists(), done.stderr
+    environment = os.environ | dict(PYTHONFAULTHANDLER="1")
+    command = [sys.executable, ROOT / words[0], *words[1:]]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # it prints where its threads are
+        _, stderr = process.communicate()
+    assert process.returncode == 0 and (tmp_path / "runs" / words[-1] / "eval.json").exists(), stderr.decode()
 
 
 def test_pins():
