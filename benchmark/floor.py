@@ -9,7 +9,7 @@ a second of the policy's forward pass alone, back to back and ("paused") with a 
 environments before each, after which threads have to wake up. The script's own rates are from time/learn_s and
 time/policy_s of the iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares
 are medians over the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are
-agent steps, with all their epochs. Asynchronous scripts need --sync.
+agent steps, with all their epochs. Asynchronous scripts need --sync. On the CPU only.
 """
 
 import argparse
@@ -32,6 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
+UNCOUNTED = {  # flags with passes or layers that `networks` does not know
+    "ppo_atari_rnd": ("net", "memory"),
+    "ppo_atari_snd": ("target", "motivation_passes", "entropy_bonus"),
+    "impala_procgen": ("replay_slots",),
+}
 KINDS = {  # of PyTorch's operations, by a part of their names, the first that fits
     "convolutions and products": ("convolution", "mm"),
     "pooling": ("pool",),
@@ -122,18 +127,21 @@ def networks(script: str, args, made: dict) -> list:
     """(network, how it is called, passes forward and backward a row of the rollout, forward passes only)."""
     agent = made["Agent"]
     if script == "ppo_atari_rnd":
-        frames, zeros = torch.zeros(2, 4, 84, 84, dtype=torch.uint8), torch.zeros(2)
+        size = (args.frame_size, args.frame_size)
+        frames, zeros = torch.zeros(2, args.stack, *size, dtype=torch.uint8), torch.zeros(2)
         act = lambda net, x: net(x, torch.zeros(2, net.memory), zeros)  # noqa: E731
         rnd, share = made["RND"], args.predictor_share or min(1, 32 / args.num_envs)
         plain = lambda net, x: net(x)  # noqa: E731
-        one = torch.zeros(2, 1, 84, 84)
+        one = torch.zeros(2, 1, *size)
         return [(agent, frames, act, args.update_epochs, 0), (rnd.predictor, one, plain, args.update_epochs * share, 0)]
     plain = lambda net, x: net(x)  # noqa: E731
-    shape = dict(ppo_atari_snd=(4, 96, 96), appo_atari=(4, 84, 84)).get(script)
-    shape = shape or (3 * len(importlib.import_module(script).STACKS[args.stack]), 64, 64)
+    if "atari" in script:
+        shape = (args.stack, args.frame_size, args.frame_size)
+    else:
+        shape = (3 * len(importlib.import_module(script).STACKS[args.stack]), 64, 64)
     rows = [(agent, torch.zeros(2, *shape, dtype=torch.uint8), plain, args.update_epochs, 0)]
     if script == "ppo_atari_snd":
-        snd, one = made["SND"], torch.zeros(2, 1, 96, 96)
+        snd, one = made["SND"], torch.zeros(2, 1, *shape[1:])
         pairs = (args.pairs or args.minibatch_size // 8) / args.minibatch_size  # --target v
         rows.append((snd.predictor, one, plain, args.update_epochs, 0))
         rows.append((snd.target, one, plain, 2 * pairs * args.update_epochs, args.update_epochs))
@@ -263,6 +271,14 @@ def main(argv=None) -> int:
     args = tyro.cli(module.Args, args=flags.split())
     if not getattr(args, "sync", True):
         parser.error(f"{options.script}: needs -- --sync, else actors share the cores with what is timed")
+    for name in UNCOUNTED.get(options.script, ()):
+        if getattr(args, name) != getattr(module.Args(), name):
+            parser.error(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: its passes and layers are not counted here"
+            )
+    if args.device not in ("auto", "cpu"):
+        parser.error(f"--device {args.device}: on a CPU only")
+    args.device = "cpu"
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     args.total_timesteps, args.eval_episodes, args.quiet = (options.rounds + 2) * args.batch_size, 0, True

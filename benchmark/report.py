@@ -2,6 +2,7 @@
 
     python benchmark/report.py            # rewrites benchmark/README.md, results/plots/*.png and results/index.html,
                                           # and the tables between marks in README.md and benchmark/SPEED.md
+    python benchmark/report.py --results FOLDER    # of run.py --results FOLDER: FOLDER/README.md, index.html and plots
     python benchmark/report.py --check    # only say whether the committed tables are what the results generate
 
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
@@ -134,14 +135,15 @@ def cells(results: Path = RESULTS) -> list[dict]:
             done = {}
             for job in jobs:
                 path = results / suite / f"{job.name}.json"
-                if path.exists():
-                    done[job.seed] = json.loads(path.read_text())
+                one = json.loads(path.read_text()) if path.exists() else {}
+                if one.get("command") == " ".join(job.command):  # else of earlier flags
+                    done[job.seed] = one
             if not done and suite not in SHOWN:
                 continue
             job, finished = jobs[0], [d for d in done.values() if d["status"] == "done"]
             steps = finished[0]["steps"] if finished else steps_of(job)
             split = {"train", "test"} if levels(job.flags) else {"test", "game"}
-            cell = dict(job=job, steps=steps, done=finished)
+            cell = dict(job=job, steps=steps, done=finished, seeds=len(jobs))
             cell["published"] = {name: published(job, name, steps, points) for name in sorted(split)}
             cell["checkpoints"] = checkpoints(job, steps, points)
             cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
@@ -166,33 +168,49 @@ def number(scores: list[float], evaluation: dict | None = None) -> str:
 
 
 def last_tenth(cell: dict) -> str:
-    """Mean training return over the games of the last tenth of the steps, over seeds."""
+    """Mean training return over the games of the last tenth of the steps, over the seeds in which games ended."""
     ends = [[row[1:] for row in curve if row[0] > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
     means = [sum(value * games for value, games in end) / sum(games for _, games in end) for end in ends if end]
-    return number(means) if means else "-"
+    games = sum(games for end in ends for _, games in end)
+    missing = f", {len(means)} of {len(ends)} seeds" * (len(means) < len(ends))
+    return f"{number(means)} ({games:,.0f} games{missing})" if means else "-"
 
 
 HEADER = """| script | game | steps | n | evaluation | normalised | interquartile mean | training, last tenth |
- published | difference | hardware |""".replace("\n", "")
+ published | difference | hardware | commits |""".replace("\n", "")
+
+
+def seeds_of(cell: dict) -> str:
+    done, failed = len(cell["done"]), len(cell["failed"])
+    return f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
+
+
+def failure(cell: dict) -> str:
+    return f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}"
+
+
+def commits(cell: dict) -> str:
+    """All revisions that trained a cell, in short."""
+    found = (git for one in cell["done"] for git in [*one.get("git_before", ()), one["git"]])
+    return ", ".join(dict.fromkeys(map(revision, found)))
 
 
 def table(entries: list[dict]) -> list[str]:
-    lines = [HEADER, "|" + "---|" * 11]
+    lines = [HEADER, "|" + "---|" * 12]
     for cell in entries:
-        job, failed = cell["job"], len(cell["failed"])
+        job = cell["job"]
         start, steps = f"| `{job.name.rpartition('/')[0]}` |", f"{cell['steps']:,}"
         if not cell["done"]:
             theirs = [entry for entries in cell["published"].values() for entry in entries]
-            state = f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}" if failed else "**not run**"
-            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | - | - | {shown(theirs)} | - | - |")
+            state = failure(cell) if cell["failed"] else "**not run**"
+            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | - | - | {shown(theirs)} | - | - | - |")
         for split, found in cell["splits"].items():
             scores, first, theirs = found["scores"], cell["done"][0], cell["published"].get(split, [])
-            seeds = ("1 seed" if len(scores) == 1 else f"{len(scores)} seeds") + f", {failed} failed" * bool(failed)
             difference = ", ".join(f"{statistics.mean(scores) - entry[0]:+.2f}" for entry in theirs) or "-"
-            machine = first["gpu"] or f"{first['cpu']}, {first['cores']} cores"
+            kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} cores" for d in cell["done"])
             value = number(scores, first["eval"]["splits"][split])
-            row = [f"{job.game} ({split})", steps, seeds, value, found["normalised"], interval(scores)]
-            row += [last_tenth(cell), shown(theirs), difference, machine]
+            row = [f"{job.game} ({split})", steps, seeds_of(cell), value, found["normalised"], interval(scores)]
+            row += [last_tenth(cell), shown(theirs), difference, "; ".join(dict.fromkeys(kinds)), commits(cell)]
             lines.append(" ".join([start, " | ".join(row), "|"]))
     return lines
 
@@ -202,9 +220,10 @@ def shown(theirs: list) -> str:
 
 
 def mean_normalised(entries: list[dict]) -> str:
-    """The mean over the games of a row of a suite, once all of them have a result."""
-    values = [cell["splits"].get("test", {}).get("normalised", "-") for cell in entries]
-    if len(values) < 2 or "-" in values:
+    """The mean over the games of a row of a suite, once all of them have all their seeds."""
+    splits = [cell["splits"].get("test") or cell["splits"].get("game") or dict(normalised="-") for cell in entries]
+    values = [split["normalised"] for split in splits]
+    if len(values) < 2 or "-" in values or any(len(cell["done"]) < cell["seeds"] for cell in entries):
         return ""
     return f"Mean normalised score over {len(values)} games: {statistics.mean(map(float, values)):.3f}."
 
@@ -247,32 +266,37 @@ def speed_table(results: Path = RESULTS) -> list[str]:
     return [*lines, f"| `speed.py appo_atari --against cleanrl` | - | - | {CLEANRL} | - | - | - | - |"]
 
 
+SHARES = ("learner", "acting")
+
+
 def floor_table(results: Path = RESULTS) -> list[str]:
     """One line a file of results/floor: how near learner and acting come to their layers alone."""
     head = ["script and flags", "matrix product", "layers alone", "learner", "share", "the update's time, %"]
-    lines = ["| " + " | ".join([*head, "forward only", "acting", "share"]) + " |", "|" + "---|" * 9]
+    lines = ["| " + " | ".join([*head, "forward only", "acting", "share; after pauses"]) + " |", "|" + "---|" * 9]
     for path in sorted((results / "floor").glob("*.json")):
         one = json.loads(path.read_text())
         layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
         row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
-        row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}**"]
+        spans = {name: "{:.2f} to {:.2f}".format(*(f(one[f"{name}_shares"]) for f in (min, max))) for name in SHARES}
+        row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}** ({spans['learner']})"]
         row += [", ".join(f"{100 * share:.0f} {kind}" for kind, share in one["update_shares"].items() if share > 0.005)]
         row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
-        row += [f"**{one['acting_share']:.2f}** ({one['paused_share']:.2f})"]
+        row += [f"**{one['acting_share']:.2f}** ({spans['acting']}); {one['paused_share']:.2f}"]
         lines.append("| " + " | ".join(row) + " |")
     return lines
 
 
 def short_table(results: Path = RESULTS) -> list[str]:
-    """What has a result, for the README: evaluation beside the published number."""
+    """What has a result or failed, for the README: evaluation beside the published number."""
     lines = ["| suite, script, game | steps | n | evaluation | published at these steps |", "|" + "---|" * 5]
     for cell in cells(results):
+        start = f"{cell['job'].suite}, `{cell['job'].variant}`, {cell['job'].game}"
         for split, found in cell["splits"].items():
-            scores, job = found["scores"], cell["job"]
-            seeds = "1 seed" if len(scores) == 1 else f"{len(scores)} seeds"
-            value = number(scores, cell["done"][0]["eval"]["splits"][split])
-            row = [f"{job.suite}, `{job.variant}`, {job.game} ({split})", f"{cell['steps']:,}", seeds, value]
+            value = number(found["scores"], cell["done"][0]["eval"]["splits"][split])
+            row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value]
             lines.append("| " + " | ".join([*row, shown(cell["published"].get(split, []))]) + " |")
+        if cell["failed"] and not cell["done"]:
+            lines.append(f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - |")
     return lines
 
 
@@ -291,7 +315,9 @@ INTRODUCTION = """# Results
 Generated by `python benchmark/report.py` from `benchmark/results`, not edited by hand. One command reruns a row:
 `python benchmark/run.py --suite SUITE --only SCRIPT/GAME`, as the table names them. Scores are of the final evaluation,
 actions sampled. "Normalised" is the share of the way from a game's random to its human score (Atari), or from R_min to
-R_max (Procgen).
+R_max (Procgen). "+-" is the standard error over seeds, or over games where it says so; the interquartile mean of three
+seeds is their mean, and its interval their range. The last tenth of training counts games, not steps: short ones count
+more often.
 """
 
 
@@ -350,6 +376,8 @@ def speed_plot(results: Path = RESULTS):
     from matplotlib import pyplot
 
     found = [one for one in speeds(results) if one["beside"] != "script"]
+    if not found:
+        return
     middles = [statistics.median(one["wall_ratios"]) for one in found]
     spans = [
         (middle - min(one["wall_ratios"]), max(one["wall_ratios"]) - middle)
@@ -421,17 +449,25 @@ def page(results: Path = RESULTS) -> str:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 when the committed files are not these")
+    parser.add_argument(
+        "--results", type=Path, help="another folder of run.py's; README.md, index.html and plots there"
+    )
     options = parser.parse_args(argv)
-    files = {ROOT / "benchmark" / "README.md": report(), RESULTS / "index.html": page()}
-    files |= {path: filled(path.read_text()) for path in (ROOT / "README.md", ROOT / "benchmark" / "SPEED.md")}
+    results = options.results or RESULTS
+    if not results.is_dir():
+        parser.error(f"--results {results}: no such folder")
+    files = {(results if options.results else ROOT / "benchmark") / "README.md": report(results)}
+    files[results / "index.html"] = page(results)
+    for path in () if options.results else (ROOT / "README.md", ROOT / "benchmark" / "SPEED.md"):
+        files[path] = filled(path.read_text())
     if options.check:
         old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         print("\n".join(f"{path}: not what the results generate" for path in old) or "as generated")
         return int(bool(old))
     for path, text in files.items():
         matrix.write_atomically(path, text)
-    plots()
-    speed_plot()
+    plots(results)
+    speed_plot(results)
     return 0
 
 

@@ -8,13 +8,15 @@
 What is done is not run again; what was interrupted is resumed from its checkpoint, at most the script's
 --checkpoint-every (300 seconds) of work back; what failed is recorded with its error, does not stop the others, and
 runs again with --retry. Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command,
-revision, hardware, versions, wall clock, final evaluation). Unfinished runs lie in --runs.
+revisions, hardware, versions, wall clock, final evaluation). The runs lie in --runs, a folder for each literal command:
+other flags begin anew. Other code under the same flags does not, it needs new --results (and so new --runs).
 """
 
 import argparse
 import csv
 import ctypes
 import fcntl
+import hashlib
 import json
 import os
 import shlex
@@ -100,6 +102,12 @@ class Job:
         """What a newcomer types."""
         return f"python {self.script}.py --env-id {self.game} --seed {self.seed} {self.flags}".split()
 
+    @property
+    def folder(self) -> str:
+        """Its own for each command: on --resume a flag that is gone would not contradict the run's."""
+        digest = hashlib.sha256(" ".join(self.command).encode()).hexdigest()[:8]
+        return f"{self.suite}/{self.name.replace('/', '_')}-{digest}"
+
 
 def jobs_of(suite: str, only: str = "") -> list[Job]:
     """All cells of a suite, seed by seed within a row, those whose name contains `only`."""
@@ -157,11 +165,17 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
     result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
     result |= {name: config.get(name) for name in ("git", "cpu", "cores", "gpu")}
+    earlier = (run / "revisions").read_text().split() if (run / "revisions").exists() else []
+    result["git_before"] = [git for git in dict.fromkeys(earlier) if git != str(result["git"])]
     names = ("torch", "numpy", "gymnasium", "envpool", "procgen-mirror")
     result["versions"] = {name: config.get("versions", {}).get(name) for name in names}
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)
     result["eval"] = evaluation
+    if not error and rows:  # all its iterations, and an evaluation of the last one
+        missing = config["args"]["total_timesteps"] - before
+        complete = missing < before / int(rows[-1]["iteration"]) and evaluation and evaluation["step"] == before
+        result["status"] = "done" if complete else "open"
     merged = thin(rows)
     text = "".join(",".join(row.values()) + "\n" for row in [dict(zip(r, r, strict=True)) for r in merged[:1]] + merged)
     return text, result
@@ -181,7 +195,7 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
         if os.getppid() != parent:  # it died before the line above
             os._exit(143)
 
-    run = runs / job.suite / job.name.replace("/", "_")
+    run = runs / job.folder
     run.parent.mkdir(parents=True, exist_ok=True)
     with open(run.with_name(run.name + ".lock"), "w") as lock:
         until = time.monotonic() + 60  # a training process told to end may still be writing its checkpoint
@@ -196,8 +210,10 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
         minutes = max((deadline - time.time()) / 60, 1e-3) if deadline else 0  # 0 would be no limit
         anew = f"--torch-threads {threads} --env-threads {threads} --quiet --max-minutes {minutes}".split()
         command = [sys.executable, str(ROOT / f"{job.script}.py"), *anew]
-        if (run / "checkpoint.pt").exists():  # with its flags: the script refuses those of another run
+        if (run / "checkpoint.pt").exists():
             command += ["--resume", str(run), *job.command[2:]]
+            with open(run / "revisions", "a") as file:  # config.json only has the last part's
+                print(json.loads((run / "config.json").read_text())["git"], file=file)
         else:
             if run.exists():  # killed before its first checkpoint
                 for path in sorted(run.rglob("*"), reverse=True):
@@ -213,13 +229,8 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
             process.terminate()
         output = process.communicate()[0]
         if process.returncode == 0:
-            found = collect(job, run) if (run / "eval.json").exists() else None
-            if found and found[1]["eval"]["step"] < found[1]["steps"]:  # of fewer steps; then the time was up
-                return None
-            steps, wanted = found[1]["steps"] if found else 0, dict(zip(job.command, job.command[1:], strict=False))
-            if steps > int(wanted.get("--total-timesteps", steps)):
-                return collect(job, run, error=f"{run} has {steps} steps, of earlier flags: delete it, then --retry")
-            return found
+            found = collect(job, run)
+            return found if found[1]["status"] == "done" else None  # else its time was up
         if process.returncode in (130, 143, -signal.SIGTERM):
             return None
         lines = [line for line in output.splitlines() if line.strip()]
@@ -327,8 +338,8 @@ def slurm(cells: list[Job], options) -> str:
     folders = [str(path.resolve()) for path in (options.runs, options.results)]
     command += f" {'--retry ' * options.retry}{shlex.join(['--runs', folders[0], '--results', folders[1]])}"
     command += " --exactly --only"
-    lines += [")", f"cd {shlex.quote(str(ROOT))} || exit 1", "trap 'kill -TERM $!; wait' TERM"]
-    return "\n".join([*lines, f'{command} "${{cells[$SLURM_ARRAY_TASK_ID]}}" &', "wait"])
+    lines += [")", f"cd {shlex.quote(str(ROOT))} || exit 1", "trap 'kill -TERM $!; wait $!' TERM"]
+    return "\n".join([*lines, f'{command} "${{cells[$SLURM_ARRAY_TASK_ID]}}" &', "wait $!"])
 
 
 def main(argv=None) -> int:
@@ -338,15 +349,23 @@ def main(argv=None) -> int:
     parser.add_argument("--exactly", action="store_true", help="--only is a whole name")
     parser.add_argument("--list", action="store_true", help="print the literal command and the state of each cell")
     parser.add_argument("--retry", action="store_true", help="also run what failed")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs side by side, all on one GPU; for each further GPU a "
+        "run.py of its own, with CUDA_VISIBLE_DEVICES and another --only",
+    )
     parser.add_argument("--max-minutes", type=float, default=0, help="stop cleanly after this; 0 = when all is done")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="folder of unfinished runs")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmark" / "results")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; runs/benchmark, or runs in --results if given")
+    parser.add_argument("--results", type=Path, help="benchmark/results; an empty one runs everything again")
     parser.add_argument("--launcher", choices=["local", "ray", "slurm"], default="local")
     parser.add_argument("--ray-address", default="auto", help="of a running cluster")
     parser.add_argument("--ray-cpus", type=float, default=8, help="cores of a run")
     parser.add_argument("--ray-gpus", type=float, default=0, help="GPU share of a run; with 0 Ray hides the GPUs")
     options = parser.parse_args(argv)
+    options.runs = options.runs or (options.results / "runs" if options.results else ROOT / "runs" / "benchmark")
+    options.results = options.results or ROOT / "benchmark" / "results"
     cells = [job for job in jobs_of(options.suite, options.only) if not options.exactly or job.name == options.only]
     if options.jobs < 1 or not cells:
         parser.error(f"--jobs {options.jobs}, --only {options.only!r}: no cell of {options.suite}")

@@ -18,6 +18,7 @@ of the flags. Peers run with a python of their own, --peer-python (benchmark/pee
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -514,6 +515,7 @@ def eager_appo_atari(script, args) -> Stopwatch:
     obs_rows = torch.zeros(T, N, *shape, device=device)
     actions, logps, rewards, dones, values = (torch.zeros(T, N, device=device) for _ in range(5))
     obs, watch = torch.Tensor(envs.reset()[0]).to(device), Stopwatch()
+    watch.batch_size = T * N
     for _ in range(args.iterations):
         for t in range(T):
             obs_rows[t] = obs
@@ -568,7 +570,7 @@ def ppo(script, args) -> Stopwatch:
     theirs = other.Args(env_id=args.env_id, channels=args.channels, pool=args.pool, stack=args.stack)
     theirs.run_dir, theirs.quiet, theirs.eval_episodes, theirs.device = args.run_dir, True, 0, args.device
     theirs.torch_threads, theirs.env_threads = args.torch_threads, args.env_threads
-    theirs.total_timesteps = 2 * theirs.batch_size  # the first one may be the warm-up
+    theirs.total_timesteps = args.total_timesteps // args.batch_size * theirs.batch_size  # as many iterations
     watch = measure_script(other, theirs)
     watch.batch_size = theirs.batch_size
     return watch
@@ -683,6 +685,21 @@ BASELINES = {
 }
 
 
+# Flags that change how fast the same work is done, not how much of it, or that `child` sets itself.
+NEUTRAL = set(
+    """seed device torch_threads env_threads micro_batch precision compile sync num_groups total_timesteps
+run_dir run_name quiet eval_episodes eval_every checkpoint_every keep_checkpoints max_minutes warmup_steps
+num_minibatches num_batches_to_accumulate""".split()
+)
+
+
+def unknown(script, args, baseline) -> list[str]:
+    """Flags off their defaults that an eager baseline does not follow: it would do other work than the script."""
+    known = "".join(map(inspect.getsource, (baseline, impala_net, script.make_envs)))
+    changed = [name for name, value in vars(args).items() if value != getattr(script.Args(), name)]
+    return [name for name in changed if name not in NEUTRAL and not re.search(rf"\bargs\.{name}\b", known)]
+
+
 def env_rate(script, args, steps: int = 200) -> float:
     """Steps per second of the environments alone under random actions: the ceiling of any script."""
     import numpy as np
@@ -714,6 +731,9 @@ def child(name: str, options, flags: list[str]) -> dict:
             return sb3(variant, args, options)
         # Asynchronous actors begin nothing beyond the run's end: its last iterations have no acting to wait for.
         ahead = getattr(args, "num_batches_to_accumulate", -1) + 1 if variant in ("script", "fp32") else 0
+        if options.against == "eager" and (others := unknown(script, args, BASELINES[name]["eager"])):
+            flags = ", ".join(f"--{other.replace('_', '-')}" for other in others)
+            raise script.UsageError(f"--against eager: the baseline does not follow {flags}")
         args.total_timesteps = (options.iterations + warmup + ahead) * args.batch_size
         rate = env_rate(script, args)
         Stopwatch.batch_size = args.batch_size
@@ -788,6 +808,7 @@ def main(argv=None) -> int:
         for variant, list_of_results in results.items():
             command = [sys.executable, __file__, options.script, "--child", variant]
             command += ["--iterations", str(options.iterations), "--warmup", str(options.warmup)]
+            command += ["--against", options.against] if options.against else []
             command += ["--peer-python", options.peer_python, "--seconds", str(options.seconds), "--", *flags]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:

@@ -160,6 +160,9 @@ def test_floor_bad_input(capsys):
         "ppo_procgen --rounds 0": ["--rounds 0", "at least 1"],
         "appo_atari -- --env-id Pong": ["appo_atari", "--sync"],
         "ppo_procgen -- --env-id bigfsh": ["--env-id bigfsh", "bigfish"],
+        "ppo_procgen -- --device cuda": ["--device cuda", "CPU"],
+        "ppo_atari_rnd -- --net a": ["--net a", "not counted"],
+        "impala_procgen -- --sync --replay-slots 4": ["--replay-slots 4", "not counted"],
     }.items():
         code, last = refused(floor, command, capsys)
         assert code == 2 and all(part in last for part in parts), last
@@ -212,7 +215,7 @@ SPEED = {  # tiny work of each script; the predictor sees every row, as in the b
 def measured(monkeypatch, name, variant):
     """(speed.child's result, SGD steps, arithmetic of all layers forward and backward) of a tiny run, one iteration."""
     tiny = f"{SPEED[name]} --num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --torch-threads 1"
-    options, steps = types.SimpleNamespace(child=variant, warmup=0, iterations=1), []
+    options, steps = types.SimpleNamespace(child=variant, against="eager", warmup=0, iterations=1), []
     monkeypatch.setitem(sys.modules, name, None)  # `child` loads a copy of its own
     hook = register_optimizer_step_post_hook(lambda *rest: steps.append(1))
     with FlopCounterMode(display=False) as counter:
@@ -234,6 +237,14 @@ def test_speed_baseline_does_the_same_work(name, monkeypatch):
     assert 0.5 < sum(phases.values()) * result["sps"] <= 1.001  # parts of the iteration's wall time
 
 
+def test_speed_ppo_runs_as_many_iterations(monkeypatch):
+    """--against ppo beside a script with another batch: `child` cuts the warm-up off both."""
+    seen = []
+    monkeypatch.setattr(speed, "measure_script", lambda script, args: seen.append(args) or speed.Stopwatch())
+    args = speed.load("impala_procgen").Args(env_id="leaper", total_timesteps=5 * 1600)
+    assert speed.ppo(None, args).batch_size == 9600 and seen[0].iterations == args.iterations == 5
+
+
 def test_speed_in_float32(monkeypatch):
     """--against fp32 leaves out what the flags switch on, and nothing else."""
     seen = []
@@ -252,5 +263,12 @@ def test_speed_bad_input(capsys):
     }.items():
         code, last = refused(speed, command, capsys)
         assert code == 2 and all(part in last for part in parts), last
+    for command, ignored in {
+        "impala_procgen --against eager -- --replay-slots 4 --augment flip": "--augment, --replay-slots",
+        "ppo_atari_rnd --against eager -- --memory gru": "--memory",
+        "ppo_atari_snd --against eager -- --target vic --lr 1e-3": "--target",
+    }.items():  # else the ratio would be of unequal work
+        assert speed.main(command.split()) == 1
+        assert capsys.readouterr().err.strip().splitlines()[-1].endswith(f"the baseline does not follow {ignored}")
     assert speed.main("ppo_procgen -- --env-id bigfsh".split()) == 1
     assert "--env-id bigfsh: no Procgen game" in capsys.readouterr().err.strip().splitlines()[-1]

@@ -128,13 +128,15 @@ def test_readme_smoke_command_runs(line, tmp_path):
     words = line.split("#")[0].split()[1:]
     environment = os.environ | dict(PYTHONFAULTHANDLER="1")
     command = [sys.executable, ROOT / words[0], *words[1:]]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
     try:
-        _, stderr = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # it prints where its threads are
-        _, stderr = process.communicate()
-    assert process.returncode == 0 and (tmp_path / "runs" / words[-1] / "eval.json").exists(), stderr.decode()
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert (tmp_path / "runs" / words[-1] / "eval.json").exists(), output
 
 
 def test_pins():

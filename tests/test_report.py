@@ -15,11 +15,13 @@ import report  # noqa: E402
 import run  # noqa: E402
 
 
-def write(results, suite, name, mean, steps=7_996_800, error=None, curve=((4_000_000, 1.0, 2), (7_996_800, 3.0, 1))):
-    found = dict(
-        status="failed" if error else "done", error=error, steps=steps, gpu=None, cpu="CPU", cores=2, git="abc"
-    )
-    splits = {"test": dict(returns=[mean], mean=mean, stderr=0.5, normalized={})}
+def write(
+    results, suite, name, mean, steps=7_996_800, error=None, curve=((4_000_000, 1.0, 2), (7_996_800, 3.0, 1)), **more
+):
+    (job,) = run.jobs_of(suite, name)
+    found = dict(command=" ".join(job.command), status="failed" if error else "done", error=error, steps=steps)
+    found |= dict(gpu=None, cpu="CPU", cores=2, git="abc") | more
+    splits = {"game" if "atari" in name else "test": dict(returns=[mean], mean=mean, stderr=0.5, normalized={})}
     found |= dict(seed=int(name[-1]), eval=None if error else dict(splits=splits))
     path = results / suite / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +51,28 @@ def test_tables_by_hand(tmp_path):
     assert bigfish[1:6] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (+- 0.50 over games)", f"{11 / 39:.3f}"]
     assert bigfish[8].startswith("9.57, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[8]
     assert bigfish[9] == "+2.43, -14.28"
-    assert bigfish[7] == "3.00" and bigfish[10] == "CPU, 2 cores"
+    assert bigfish[7] == "3.00 (1 games)" and bigfish[10:] == ["CPU, 2 cores", "abc"]
     assert "failed: ppo_procgen.py: no memory / left" in coinrun and coinrun[3] == "0"
     assert starpilot[4] == "**not run**" and starpilot[8].startswith("29.5")
+    failed = [line for line in report.short_table(tmp_path) if "coinrun" in line]  # the README's
+    assert failed == [
+        "| gpu, `ppo_procgen`, coinrun | 7,996,800 | 0 seeds, 1 failed | failed: ppo_procgen.py: no memory / left | - |"
+    ]
+
+
+def test_results_of_other_flags_do_not_count(tmp_path):
+    """The suite was changed after a seed was run: its command is no longer that of the row."""
+    for seed, more in ((1, {}), (2, {}), (3, dict(command="python ppo_procgen.py --env-id starpilot --lr 1e-1"))):
+        write(tmp_path, "cpu", f"ppo_procgen/starpilot/seed{seed}", float(seed), 61_440, **more)
+    (row,) = rows(report.report(tmp_path).split("## cpu")[1], "`ppo_procgen/starpilot` | starpilot (test)")
+    assert row[3:5] == ["2 seeds", "1.50 +- 0.50"]
+
+
+def test_revisions_and_machines_of_all_seeds(tmp_path):
+    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed1", 1.0, 61_440, git="1" * 40, git_before=["2" * 40])
+    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed2", 2.0, 61_440, git="1" * 40 + "-dirty", cpu="Other")
+    (row,) = rows(report.report(tmp_path).split("## cpu")[1], "`ppo_procgen/starpilot` | starpilot (test)")
+    assert row[10:] == ["CPU, 2 cores; Other, 2 cores", "2222222, 1111111, 1111111-dirty"]
 
 
 def test_seeds(tmp_path):
@@ -62,7 +83,7 @@ def test_seeds(tmp_path):
         write(tmp_path, "cpu", f"ppo_procgen/starpilot/seed{seed}", score, 61_440, curve=curve)
     (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
     error = np.std(scores, ddof=1) / 3**0.5
-    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"] and row[7] == f"3.75 +- {error:.2f}"
+    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"] and row[7] == f"3.75 +- {error:.2f} (12 games)"
     mean, low, high = map(float, re.findall(r"[\d.]+", row[6]))
     from scipy import stats
 
@@ -70,7 +91,12 @@ def test_seeds(tmp_path):
     assert row[8] == "none at these steps" and row[9] == "-"
     write(tmp_path, "cpu", "ppo_procgen/starpilot/seed3", 99.0, 61_440, error="gone", curve=((61_440, 99.0, 1),))
     (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
-    assert row[3:5] == ["2 seeds, 1 failed", "1.50 +- 0.50"] and row[7] == "2.25 +- 0.50"  # nothing of a failed seed
+    assert (
+        row[3:5] == ["2 seeds, 1 failed", "1.50 +- 0.50"] and row[7] == "2.25 +- 0.50 (8 games)"
+    )  # nothing of a failed seed
+    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed3", 99.0, 61_440, curve=((100, 1.0, 5),))  # long games at its end
+    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
+    assert row[3] == "3 seeds" and row[7] == "2.25 +- 0.50 (8 games, 2 of 3 seeds)"
 
 
 def test_intervals_repeat():
@@ -100,6 +126,35 @@ def test_mean_normalised_score(tmp_path):
     )
     mean = np.mean([(10 - low) / (high - low) for low, high in ranges.values()])
     assert f"Mean normalised score over 6 games: {mean:.3f}." in report.report(tmp_path)
+    *rest, last = [f"appo_atari/{game}/seed{seed}" for game in run.ATARI for seed in (1, 2, 3)]
+    for name in rest:
+        write(tmp_path, "atari57", name, 10.0)
+    assert "over 57 games" not in report.report(tmp_path)  # a seed is missing
+    write(tmp_path, "atari57", last, 10.0)
+    scores = [
+        float(cell["splits"]["game"]["normalised"]) for cell in report.cells(tmp_path) if cell["job"].suite == "atari57"
+    ]
+    assert len(scores) == 57 and f"Mean normalised score over 57 games: {np.mean(scores):.3f}." in report.report(
+        tmp_path
+    )
+
+
+def test_video_pinball_is_deepminds():
+    """Some tables have 0 for random play, which divides by another range."""
+    job = run.jobs_of("atari57", "VideoPinball/seed1")[0]
+    assert float(report.normalised(job, 100_000, report.reference())) == pytest.approx(59.35, abs=0.01)
+
+
+def test_another_folder_of_results(tmp_path, capsys):
+    """report.py --results: what run.py --results wrote, tabulated there; the repository's own files stay."""
+    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
+    before = (ROOT / "benchmark" / "README.md").read_text()
+    assert report.main(["--results", str(tmp_path)]) == 0 and "12.00 (+- 0.50" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "index.html").exists() and (tmp_path / "plots" / "gpu_ppo_procgen_bigfish.png").exists()
+    assert (ROOT / "benchmark" / "README.md").read_text() == before
+    with pytest.raises(SystemExit):
+        report.main(["--results", str(tmp_path / "nowhere")])
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_published_is_the_nearest_within_a_tenth():
@@ -149,6 +204,7 @@ def test_marked_tables_are_filled(tmp_path):
     write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
     (tmp_path / "floor").mkdir()
     shares = dict(learner_share=0.75, acting_share=0.5, paused_share=0.6, acting_batch=16)
+    shares |= dict(learner_shares=[0.75, 0.7, 0.9], acting_shares=[0.5, 0.5, 0.52])
     rates = dict(layers_alone_rows_per_s=1000, layers_alone_gflops=50, learner_rows_per_s=750, forward_rows_per_s=200)
     rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80, update_shares=dict(layers=0.7, none=0.0, rest=0.3))
     (tmp_path / "floor" / "x.json").write_text(json.dumps(dict(script="appo_atari", flags="--sync") | shares | rates))
@@ -162,11 +218,11 @@ def test_marked_tables_are_filled(tmp_path):
     assert line[2:] == [
         "1,000 rows/s, 50 GFLOP/s",
         "750",
-        "**0.75**",
+        "**0.75** (0.70 to 0.90)",
         "70 layers, 30 rest",
         "200 (batch 16)",
         "100",
-        "**0.50** (0.60)",
+        "**0.50** (0.50 to 0.52); 0.60",
     ]
 
 

@@ -72,22 +72,50 @@ def test_out_of_time_stops_cleanly_and_goes_on(tmp_path, bench, capsys):
     assert bench(cells) == 0 and result(tmp_path)["steps"] == 512
 
 
-def test_a_folder_past_the_total_is_no_result(tmp_path, bench, capsys):
-    """The suite's steps were cut after the run had passed them: its longer training must not be recorded as theirs."""
-    cells = [[("ppo_procgen", ["leaper"], 1, f"{TINY} --total-timesteps {total}")] for total in (192, 128, 192)]
-    assert bench(cells[0]) == 0 and result(tmp_path)["steps"] == 192
-    assert bench(cells[1]) == 1
-    assert result(tmp_path)["status"] == "failed" and "192 steps" in result(tmp_path)["error"]
-    assert bench(cells[2]) == 0 and result(tmp_path)["status"] == "done"
+def test_other_flags_begin_anew(tmp_path, bench):
+    """A run of earlier flags is no result of today's, also where --resume would take it: a flag that is gone, other
+    numbers, other steps."""
+    changes = {
+        "--gamma 0.5": 128,
+        "": 128,
+        "--precision bf16": 128,
+        "--total-timesteps 192": 192,
+        "--total-timesteps 64": 64,
+    }
+    for change, steps in changes.items():
+        flags = f"{TINY} --total-timesteps 128 {change}".strip()
+        assert bench([("ppo_procgen", ["leaper"], 1, flags)]) == 0
+        config = tmp_path / "runs" / run.Job("smoke", "ppo_procgen", "leaper", 1, flags).folder / "config.json"
+        args, found = json.loads(config.read_text())["args"], result(tmp_path)
+        assert found["status"] == "done" and found["steps"] == args["total_timesteps"] == steps
+        assert args["gamma"] == (0.5 if "gamma" in change else 0.99)
+        assert args["precision"] == ("bf16" if "bf16" in change else "fp32")
+    assert len(list((tmp_path / "runs" / "smoke").glob("*/"))) == len(changes)
 
 
-def test_an_evaluation_of_fewer_steps_is_no_result(tmp_path):
-    """The suite's steps were raised after a run was done; its time is up again before the new total is reached."""
-    jobs = [run.Job("smoke", "ppo_procgen", "leaper", 1, f"{TINY} --total-timesteps {total}") for total in (128, 10**6)]
-    assert run.execute(jobs[0], tmp_path, 1)[1]["eval"]["step"] == 128
-    assert run.execute(jobs[1], tmp_path, 1, deadline=time.time()) is None  # at least one iteration is done
-    (folder,) = (file.parent for file in tmp_path.rglob("eval.json"))
-    assert (folder / "metrics.csv").read_text().count("\n") == 4
+def test_what_is_done(tmp_path):
+    """All iterations, and an evaluation of the last: not one of an unfinished run, nor of an older checkpoint."""
+    jobs = [run.Job("smoke", "ppo_procgen", "leaper", 1, f"{TINY} --total-timesteps {total}") for total in (150, 10**6)]
+    assert run.execute(jobs[0], tmp_path, 1)[1]["status"] == "done"
+    assert run.execute(jobs[1], tmp_path, 1, deadline=time.time()) is None  # one iteration is done
+    evaluations = [tmp_path / job.folder / "eval.json" for job in jobs]
+    evaluations[1].write_text(json.dumps(dict(step=64, splits={})))
+    assert run.collect(jobs[1], evaluations[1].parent)[1]["status"] == "open"
+    evaluations[0].write_text(json.dumps(dict(step=64, splits={})))
+    assert run.collect(jobs[0], evaluations[0].parent)[1]["status"] == "open"
+    assert run.execute(jobs[0], tmp_path, 1)[1]["eval"]["step"] == 128  # plays again
+
+
+def test_every_revision_is_kept(tmp_path):
+    """A run that was gone on with after a commit names both."""
+    job = run.Job("smoke", "ppo_procgen", "leaper", 1, f"{TINY} --total-timesteps 256")
+    assert run.execute(job, tmp_path, 1, deadline=time.time()) is None
+    config = tmp_path / job.folder / "config.json"
+    old = json.loads(config.read_text())
+    config.write_text(json.dumps(old | dict(git="1234567-dirty")))
+    found = run.execute(job, tmp_path, 1)[1]
+    assert found["git"] == old["git"] and found["git_before"] == ["1234567-dirty"]
+    assert run.execute(job, tmp_path, 1)[1]["git_before"] == ["1234567-dirty"]  # finished before
 
 
 @pytest.mark.parametrize("how", ["terminate", "kill", "ctrl-c"])
@@ -109,7 +137,11 @@ sys.exit(run.main(["--suite", "smoke", "--jobs", "2", "--runs", "runs", "--resul
     def rows():
         return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
 
-    folder, saved = tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1", 0
+    def folder_of(total):
+        flags = f"{TINY} --total-timesteps {total} --checkpoint-every 0"
+        return tmp_path / "runs" / run.Job("smoke", "ppo_procgen", "leaper", 1, flags).folder
+
+    folder, saved = folder_of(640_000), 0
     metrics = folder / "metrics.csv"
     for _ in range(3):
         process = start(640_000)  # more than it could do in the meantime
@@ -128,6 +160,7 @@ sys.exit(run.main(["--suite", "smoke", "--jobs", "2", "--runs", "runs", "--resul
         assert done - 1 <= step // 64 < 9_000  # no more than the iteration under way is lost
         saved = step // 64
     assert not (tmp_path / "results").exists()
+    folder.rename(folder_of(64 * (saved + 3)))  # of all that is left, enough: three iterations
     assert start(64 * (saved + 3)).wait() == 0
     found = result(tmp_path)
     assert found["status"] == "done" and found["steps"] == 64 * (saved + 3)
@@ -138,7 +171,7 @@ sys.exit(run.main(["--suite", "smoke", "--jobs", "2", "--runs", "runs", "--resul
 def test_told_to_stop_it_begins_nothing(tmp_path):
     """A signal that comes while a cell waits for its lock: no training is begun, and none is left."""
     job, processes = run.Job("smoke", "ppo_procgen", "leaper", 1, f"{TINY} --total-timesteps 64000"), []
-    lock = tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1.lock"
+    lock = tmp_path / "runs" / f"{job.folder}.lock"
     lock.parent.mkdir(parents=True)
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -151,15 +184,15 @@ def test_two_invocations_share_no_folder(tmp_path, bench):
     """A cell that another run.py trains at the moment is left to it."""
     cells = [("ppo_procgen", ["leaper"], 1, f"{TINY} --total-timesteps 64")]
     (tmp_path / "runs" / "smoke").mkdir(parents=True)
-    with open(tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1.lock", "w") as lock:
+    job = run.Job("smoke", *[(v, g[0], s, f) for v, g, s, f in cells][0])
+    with open(tmp_path / "runs" / f"{job.folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        job = run.Job("smoke", *[(v, g[0], s, f) for v, g, s, f in cells][0])
         clock = iter(range(0, 1000, 30))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(run.time, "monotonic", lambda: next(clock))
             patch.setattr(run.time, "sleep", lambda seconds: None)
             assert run.execute(job, tmp_path / "runs", 1) is None
-        assert not (tmp_path / "runs" / "smoke" / "ppo_procgen_leaper_seed1").exists()
+        assert not (tmp_path / "runs" / job.folder).exists()
     assert bench(cells) == 0
 
 
@@ -213,13 +246,14 @@ def test_slurm_prints_an_array(tmp_path, capsys):
     cells = run.jobs_of("gpu")
     assert f"--array=0-{len(cells) - 1}\n" in script
     fake = tmp_path / "python"
-    fake.write_text('#!/bin/bash\necho "$@"\n')
+    fake.write_text('#!/bin/bash\necho "$@"; exit 7\n')
     fake.chmod(0o755)
     environment = os.environ | dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_ARRAY_TASK_ID="3")
     done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, cwd=tmp_path)
-    runs = ROOT / "runs" / "benchmark"
-    expected = f"benchmark/run.py --suite gpu --max-minutes 0 --runs {runs} --results {tmp_path} --exactly --only"
+    folders = f"--runs {tmp_path}/runs --results {tmp_path}"
+    expected = f"benchmark/run.py --suite gpu --max-minutes 0 {folders} --exactly --only"
     assert done.stdout.strip() == f"{expected} {cells[3].name}"
+    assert done.returncode == 7  # a failure is one for Slurm, too
     assert run.main(["--suite", "gpu", "--exactly", "--only", cells[3].name, "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
