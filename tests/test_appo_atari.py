@@ -271,10 +271,11 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace):
         frames[2] += (seen[:16].double() / 255).square().sum((0, 1))
         value = np.concatenate([value, in_rewards(plain_agent(w, seen[16], frames)[1])[None]])
         advantage, target = np.zeros((2, 16, 4))
+        for n in range(4):
+            rows = (reward[:, n], value[:, n], ended[:, n], cut[:, n])
+            advantage[:, n], target[:, n] = plain_targets(*rows, gamma, 0.95)
+        explained = 1 - advantage[~dummy].var(ddof=1) / target[~dummy].var(ddof=1)  # of GAE's targets, V-trace or not
         if not vtrace:
-            for n in range(4):
-                rows = (reward[:, n], value[:, n], ended[:, n], cut[:, n])
-                advantage[:, n], target[:, n] = plain_targets(*rows, gamma, 0.95)
             add_returns(target[~dummy])
         losses = []
         for epoch in range(2):
@@ -295,7 +296,8 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace):
                 ratio = (new.gather(-1, action[:, some][kept][:, None])[:, 0] - logp[:, some][kept]).exp()
                 better = torch.tensor(advantage[:, some])[kept]
                 better = (better - better.mean()) / better.std(correction=0)
-                ratio = ratio.clamp(0.05, 20)
+                approx_kl, ratio = (ratio - 1 - ratio.log()).mean(), ratio.clamp(0.05, 20)
+                outside = ((ratio < 1 / 1.1) | (ratio > 1.1)).double().mean()
                 surrogate = torch.min(ratio * better, ratio.clamp(1 / 1.1, 1.1) * better).mean()
                 old, goal = standard(value[:16, some])[kept], standard(target[:, some])[kept]
                 new_value = new_value.view(16, 2)[kept]
@@ -306,12 +308,19 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace):
                 (-surrogate + 0.5 * value_loss - 0.01 * entropy).backward()
                 adam.param_groups[0]["lr"] = 1e-3 * (1 - first / 32)
                 adam.step()
-                losses.append([-surrogate.item(), value_loss.item(), entropy.item()])
+                norm = sum(x.grad.square().sum() for x in w.values()) ** 0.5
+                losses.append([x.item() for x in (-surrogate, value_loss, entropy, approx_kl, outside, norm)])
             if vtrace and epoch == 0:
                 add_returns(np.concatenate(goals))
         acting = [torch.clone(x) for x in frames]
-    got = [metrics[f"loss/{name}"] for name in ("policy", "value", "entropy")]
+    got = [metrics[name] for name in (*appo_atari.TERMS, "train/grad_norm")]
     np.testing.assert_allclose(got, np.mean(losses, 0), rtol=1e-4, atol=1e-5)
+    assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-4)
+    assert metrics["train/valid_frac"] == pytest.approx(1 - dummy.mean())
+    assert metrics["train/lr"] == pytest.approx(0.5e-3)
+    mean = returns[1] / returns[0]
+    assert metrics["train/return_mean"] == pytest.approx(mean, rel=1e-4)
+    assert metrics["train/return_std"] == pytest.approx(np.sqrt(returns[2] / returns[0] - mean**2), rel=1e-4)
     np.testing.assert_allclose(saved["agent"]["return_moments.sums"], returns, rtol=1e-5)
     for name, x in w.items():
         torch.testing.assert_close(saved["agent"][name].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=name)

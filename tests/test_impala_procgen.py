@@ -117,7 +117,7 @@ def test_two_iterations_match_plain_float64(tmp_path, autoreset, shape_reward, o
         dummy = dummy & (autoreset == NEXT_STEP)
         if shape_reward:
             reward = np.sign(reward) * (np.sqrt(np.abs(reward) + 1) - 1) + 0.001 * reward
-        logp, losses = None, []
+        logp, losses, explained = None, [], None
         for _ in range(2):
             logits, value = plain_agent(w, seen.flatten(0, 1))
             logits, value = logits.view(17, 4, 4)[:16].log_softmax(-1), value.view(17, 4)
@@ -127,6 +127,8 @@ def test_two_iterations_match_plain_float64(tmp_path, autoreset, shape_reward, o
             pairs = [plain_vtrace(reward[:, n], now[:, n], ended[:, n], cut[:, n], rho[:, n], 0.99) for n in range(4)]
             vs, advantage = (torch.from_numpy(np.stack(x, 1)) for x in zip(*pairs, strict=True))
             kept, ratio = torch.from_numpy(~dummy), (new - logp).exp().detach()
+            if explained is None:  # before the update
+                explained = 1 - ((vs - value[:16].detach())[kept].var() / vs[kept].var()).item()
             terms = [-new * advantage, (value[:16] - vs) ** 2 / 2, -(logits.exp() * logits).sum(-1)]
             sums = [64 * x[kept].mean() for x in terms]
             optimizer.zero_grad()
@@ -140,6 +142,8 @@ def test_two_iterations_match_plain_float64(tmp_path, autoreset, shape_reward, o
     got = [metrics[name] for name in (*impala_procgen.TERMS, "train/grad_norm")]
     np.testing.assert_allclose(got, np.mean(losses, 0), rtol=1e-3, atol=1e-6)
     assert metrics["train/valid_frac"] == pytest.approx(1 - dummy.mean())
+    assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-4)
+    assert metrics["train/lr"] == pytest.approx(2e-2) and metrics["train/ent_coef"] == pytest.approx(0.01)
     for name, x in w.items():
         torch.testing.assert_close(saved["agent"][name].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=name)
 

@@ -194,7 +194,7 @@ def test_network_equals_plain_float64(pool):
 def reference_update(envs, args, agent, optimizer, kl_coef):
     """What one iteration must do, in float64 from what the fake env recorded: rollouts to advantages to SGD steps.
 
-    Needs one minibatch that is the whole rollout, so that no random order matters. Returns the metrics.
+    Needs one minibatch that is the whole rollout, so that no random order matters. Returns what metrics must hold.
     """
     T, N = args.num_steps, args.num_envs
     obs = torch.from_numpy(np.stack(envs.seen[: T + 1]))
@@ -225,6 +225,7 @@ def reference_update(envs, args, agent, optimizer, kl_coef):
         value[:T][valid],
         logits[:T][valid].log_softmax(-1),
     )
+    terms = []
     for _ in range(args.update_epochs):
         logits, value = agent(frames)
         logp = logits.log_softmax(-1)
@@ -237,12 +238,17 @@ def reference_update(envs, args, agent, optimizer, kl_coef):
         kl = (old_logp.exp() * (old_logp - logp)).sum(1).mean()
         optimizer.zero_grad()
         (policy + args.vf_coef * error - float(args.ent_coef[0]) * entropy + kl_coef * kl).backward()
+        norm = sum(weight.grad.square().sum() for weight in agent.parameters()) ** 0.5
         if args.max_grad_norm:
-            norm = sum(weight.grad.square().sum() for weight in agent.parameters()) ** 0.5
             for weight in agent.parameters():
                 weight.grad *= min(1.0, args.max_grad_norm / norm)
         optimizer.step()
-    return kl.item(), 1 - (target - old_value).var().item() / target.var().item()
+        outside = ((ratio < 1 - args.clip) | (ratio > 1 + args.clip)).double().mean()
+        terms.append([x.item() for x in (policy, error, entropy, (ratio - 1 - ratio.log()).mean(), outside, norm)])
+    names = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")
+    means = dict(zip(names, np.mean(terms, 0), strict=True))
+    explained = 1 - (target - old_value).var().item() / target.var().item()
+    return means | {"train/kl": kl.item(), "train/explained_variance": explained}  # of the last epoch; before the first
 
 
 @pytest.mark.parametrize("micro_batch, max_grad_norm", [(0, 0.0), (7, 0.0), (7, 0.3)])
@@ -265,11 +271,12 @@ def test_update_equals_float64_reference(tmp_path, autoreset, micro_batch, max_g
     args, kl_coef = Args(**(SMALL | options)), 0.2
     for lr in (3e-2, 6e-2):
         optimizer.param_groups[0]["lr"] = lr
-        kl, explained = reference_update(envs, args, agent, optimizer, kl_coef)
+        expected = reference_update(envs, args, agent, optimizer, kl_coef)
         envs.seen, envs.actions, envs.log = envs.seen[16:], envs.actions[16:], envs.log[16:]
         kl_coef = kl_coef * 1.5
-    assert metrics["train/kl"] == pytest.approx(kl, rel=1e-3) and metrics["train/lr"] == pytest.approx(6e-2)
-    assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-4)
+    assert metrics["train/lr"] == pytest.approx(6e-2) and 0 < expected["train/clip_frac"] < 1
+    for name, mean in expected.items():
+        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-6 if "kl" in name else 1e-4), (name, mean)
     assert saved["kl_coef"] == pytest.approx(kl_coef)
     for name, weight in agent.state_dict().items():
         torch.testing.assert_close(saved["agent"][name].double(), weight, rtol=1e-3, atol=1e-5, msg=name)
