@@ -80,6 +80,16 @@ class Slow(FakeVecEnv):
         return super().step(actions)
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_seconds_add_up(script, sync):
+    """Waiting and learning are the iteration; of a wait with --sync environments and policy are taken out."""
+    metrics, _ = script.run([script.fake(cls=Slow)], 2, sync=sync)
+    env, policy, wait, learn = (metrics[f"time/{phase}_s"] for phase in ("env", "policy", "queue_wait", "learn"))
+    assert env >= 16 * 0.02 and min(policy, wait, learn) >= 0
+    assert wait + learn + sync * (env + policy) == pytest.approx(64 / metrics["time/sps"])
+    assert wait < env or not sync  # else they were left in
+
+
 @pytest.mark.parametrize("cls", [FakeVecEnv, Slow])
 def test_lag_bound(script, monkeypatch, cls):
     """However slow the learner or one of the groups, no row is older than one dataset, by which actors may be ahead."""
@@ -87,6 +97,7 @@ def test_lag_bound(script, monkeypatch, cls):
 
     def slow(self, step, metrics):
         lags.append(metrics["async/policy_lag_max"])
+        assert 0 <= metrics["async/policy_lag_mean"] <= lags[-1]
         time.sleep(0.02)
         return log(self, step, metrics)
 
