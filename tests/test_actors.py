@@ -67,6 +67,7 @@ def test_zero_lag_equals_sync(script, switch):
         saved.append(script.run([script.fake()], 3, name, update_epochs=2, **changes)[1])
     assert all(torch.equal(saved[0]["agent"][name], saved[1]["agent"][name]) for name in saved[0]["agent"])
     assert saved[0]["version"] == saved[1]["version"] > 3
+    assert saved[0]["groups"] and saved[1]["groups"] is None  # else of actors that may be amid a rollout
     first, second = (
         [{name: cell for name, cell in row.items() if "time/" not in name} for row in read(script.path / name)]
         for name in ("sync", "async")
@@ -227,6 +228,11 @@ def test_a_generator_of_another_kind_of_device_is_started_anew(script):
 def test_interrupt_leaves_no_actor(script, monkeypatch):
     log = script.module.Run.log
 
+    class SlowLater(FakeVecEnv):
+        def step(self, actions):
+            time.sleep(0.5 * (len(self.actions) >= 3 * 16))  # in the rollout after the last that is learned
+            return super().step(actions)
+
     def interrupted(self, step, metrics):
         if step == 3 * 64:
             raise KeyboardInterrupt
@@ -234,9 +240,9 @@ def test_interrupt_leaves_no_actor(script, monkeypatch):
 
     monkeypatch.setattr(script.module.Run, "log", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        script.run([script.fake(2), script.fake(2)], 10, num_groups=2)
+        script.run([script.fake(2, SlowLater), script.fake(2, SlowLater)], 10, num_groups=2)
+    assert not actors()  # which were amid a step
     assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2 * 64
-    assert not actors()
 
 
 COMMANDS = {
