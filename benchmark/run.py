@@ -172,10 +172,10 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)
     result["eval"] = evaluation
-    if not error and rows:  # all its iterations, and an evaluation of the last one
-        missing = config["args"]["total_timesteps"] - before
-        complete = missing < before / int(rows[-1]["iteration"]) and evaluation and evaluation["step"] == before
-        result["status"] = "done" if complete else "open"
+    if not error:  # done: all its iterations, and an evaluation of the last one
+        evaluated = rows and evaluation and evaluation["step"] == before
+        if not evaluated or config["args"]["total_timesteps"] - before >= before / int(rows[-1]["iteration"]):
+            result["status"] = "open"
     merged = thin(rows)
     text = "".join(",".join(row.values()) + "\n" for row in [dict(zip(r, r, strict=True)) for r in merged[:1]] + merged)
     return text, result

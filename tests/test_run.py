@@ -104,6 +104,8 @@ def test_what_is_done(tmp_path):
     evaluations[0].write_text(json.dumps(dict(step=64, splits={})))
     assert run.collect(jobs[0], evaluations[0].parent)[1]["status"] == "open"
     assert run.execute(jobs[0], tmp_path, 1)[1]["eval"]["step"] == 128  # plays again
+    (tmp_path / jobs[0].folder / "metrics.csv").unlink()
+    assert run.collect(jobs[0], tmp_path / jobs[0].folder)[1]["status"] == "open"
 
 
 def test_every_revision_is_kept(tmp_path):
