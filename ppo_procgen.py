@@ -325,7 +325,7 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
     if len(knots) == 1:
         return knots[0]
     steps, values = knots[0::2], knots[1::2]
-    if len(steps) != len(values) or list(steps) != sorted(set(steps)):
+    if not steps or len(steps) != len(values) or list(steps) != sorted(set(steps)):
         raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
     return float(np.interp(step, steps, values))
 
@@ -732,7 +732,9 @@ class Logger:
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
             state |= {"script": SCRIPT, "args": asdict(self.args)}
-            torch.save(state, self.folder / "tmp.pt")
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
             os.replace(self.folder / "tmp.pt", self.folder / name)
 
 
