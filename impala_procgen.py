@@ -1,24 +1,40 @@
-"""IMPALA on Procgen: the alternative of T. Tumiel's Procgen-competition entry (NeurIPS 2020) in one file.
+"""IMPALA on Procgen: the other learner of T. Tumiel's entry to the NeurIPS 2020 competition.
 
-    python impala_procgen.py --env-id bigfish          # 8M steps, easy mode, unlimited levels
+    python impala_procgen.py --env-id bigfish          # 8M steps, easy, unlimited levels
+    python impala_procgen.py --env-id bigfish --sync   # act, then learn: reproducible
+    python impala_procgen.py --resume runs/NAME        # go on with a stopped run
 
-IMPALA, its V-trace and its network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. Actors and learner run at the same time: environments are split into groups, each stepped by its own
-thread with the newest published weights, while the learner trains on what is complete. `--sync` turns the overlap off.
-Unlike the paper, as in the reference (RLlib 0.8, TensorFlow 1): Adam; several passes over a batch, V-trace anew in
-each; frames t-3 and t as input; average pooling before a ReLU.
-Departures: losses are means, the reference's are sums over its 1,600 rows: with Adam the scale cancels, so the clip of
-the gradient's norm (0.5) and Adam's epsilon (1e-8) are divided by 1,600 here; a fragment's last row is trained too,
-with the observation after it as bootstrap (theirs drops it, so that 1,592 rows count); actors may be 2 batches ahead
-(theirs 16), and groups start a random rollout apart; a slot of the replay is a batch; actions are drawn by a race of
-exponentials; PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it. Effects not measured.
+IMPALA, V-trace and the network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al.
+2020, arXiv:1912.01588. Each group of environments is stepped by a thread of its own, with the
+newest weights, while the learner trains on what is complete.
+
+Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores. With the
+defaults 2.8, one seed: random play has 2.5, ppo_procgen.py 12.1. They are the entry's, made for
+8M steps, which were not run yet. Fragments of 64 rows and replay gave 6.3 and 5.7, two seeds:
+    --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
+    --replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005
+    --vtrace-lambda 0.9 --max-grad-norm 0 --precision bf16 --sync
+
+Unlike the paper, as in the entry (RLlib 0.8 on TensorFlow 1): Adam, several passes over a batch
+with V-trace anew in each, frames t-3 and t as input, average pooling before a ReLU.
+
+Departures, effects not measured:
+- losses are means, the entry's are sums over its 1,600 rows. Under Adam the scale cancels, but
+  not in the clip of the gradient's norm (0.5) and Adam's epsilon (1e-8): both by 1,600 here;
+- a fragment's last row is trained too, with the observation after it as bootstrap (the entry
+  drops it); actors may be 2 batches ahead (16), and groups start a random rollout apart;
+- a slot of the replay holds a batch (a fragment of one worker);
+- PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it.
+
+Left out on purpose: the LSTM, films and greedy play (benchmark/evaluate.py), augmentation and
+reward shaping, emulator states and replay in checkpoints (a resumed run starts new games), and
+truncation (Procgen reports none).
 """
 
 import contextlib
 import copy
+import csv
 import ctypes
-import difflib
-import hashlib
 import io
 import json
 import math
@@ -29,211 +45,127 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from importlib import metadata
+from collections import defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-try:
-    import gymnasium as gym
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-    import tyro
-    from gymnasium.vector import AutoresetMode
-    from torch import nn
-    from torch.utils.tensorboard import SummaryWriter
-    from tqdm import tqdm
-except (ModuleNotFoundError, KeyboardInterrupt) as error:
-    if __name__ != "__main__":
-        raise
-    print(f"{error}: pip install -r requirements.txt" if str(error) else "", file=sys.stderr)
-    sys.exit(2 if str(error) else 130)
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
-SCRIPT = "impala_procgen"
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # under torchrun
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
-ENV_THREADS = min(CORES, 8)  # by default
-CHANNELS = 3  # of one frame
-# fmt: off
-RANGES = {  # return of a blind agent and the best one, easy then hard (constants.py of OpenAI's train-procgen)
-    "bigfish": (1, 40, 0, 40), "bossfight": (0.5, 13, 0.5, 13), "caveflyer": (3.5, 12, 2, 13.4), "maze": (5, 10, 4, 10),
-    "chaser": (0.5, 13, 0.5, 14.2), "climber": (2, 12.6, 1, 12.6), "coinrun": (5, 10, 5, 10), "heist": (3.5, 10, 2, 10),
-    "dodgeball": (1.5, 19, 1.5, 19), "fruitbot": (-1.5, 32.4, -0.5, 27.2), "jumper": (1, 10, 1, 10),
-    "leaper": (1.5, 10, 1.5, 10), "miner": (1.5, 13, 1.5, 20), "ninja": (3.5, 10, 2, 10), "plunder": (4.5, 30, 3, 30),
-    "starpilot": (2.5, 64, 1.5, 35),
-}
-MODES = {  # the games that have this mode; for another one Procgen's C++ would end the process
-    "exploration": ("caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"),
-    "extreme": ("chaser", "dodgeball", "leaper", "starpilot"),
-    "memory": ("caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"),
-}
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # which of the kept frames, oldest first, are shown
-TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/rho_mean")
-COLUMNS = (
-    "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/level_complete", *TERMS,
-    "train/grad_norm", "train/explained_variance", "train/lr", "train/ent_coef", "train/valid_frac",
-    "async/policy_lag_mean", "async/policy_lag_max", "replay/count", "replay/policy_lag_mean", "replay/rho_mean",
-    "eval/return_train", "eval/return_test", "time/sps", "time/env_s", "time/policy_s", "time/learn_s",
-    "time/queue_wait_s",
-)
-# fmt: on
-
-
-class UsageError(ValueError):
-    """What the user can mend: `main` prints one line and returns 2."""
+GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
+maze miner ninja plunder starpilot""".split()
 
 
 @dataclass
 class Args:
-    # process: this first group may differ when a run is resumed or evaluated (ANEW)
-    resume: str | None = None  # go on from this run folder, or checkpoint in it; latest = newest of --run-dir
-    evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
+    # run
+    env_id: Literal[*GAMES] = "bigfish"  # game
+    total_timesteps: int = 8_000_000  # agent steps of all environments, floored to whole iterations
+    seed: int = 1  # of weights, games, actions, minibatches; equal CPU runs write equal metrics
+    run_dir: str = "runs"  # folder of all runs
+    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
+    resume: str = ""  # run folder to go on with; its flags hold where none is given
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
-    env_threads: int = 0  # threads that step the environments of a group; 0 = the core count, at most 8
-    compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast, of the learner; off until measured on a GPU
-    micro_batch: int = 0  # rows computed at once; 0 = 64 on a CPU, all on a GPU; graphs of whole fragments are kept
-    total_timesteps: int = 8_000_000  # agent steps, all envs together, floored to whole iterations
-    checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
-    keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
-    max_minutes: float = 0  # stop before the iteration that would pass this many minutes; 0 = never
-    eval_episodes: int = 100  # games a split at the end, rounded up to the same number an env; 0 = none
+    env_threads: int = 0  # threads that step the environments; 0 = the core count
+    compile: bool = False  # torch.compile the network; off until measured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
+    micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 64 on a CPU, all on a GPU
+    checkpoint_every: float = 300  # seconds between checkpoints
+    eval_episodes: int = 100  # games a split at the end, the same number an environment; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    greedy: bool = False  # evaluate with argmax instead of sampled actions
-    video: bool = False  # film the first game of each split of the final evaluation: video/*.mp4
-    track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
-    quiet: bool = False  # no progress bar and no line an iteration
-    run_dir: str = "runs"  # folder of all runs
-    # run
-    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    seed: int = 1  # weights, levels, actions; equal --sync runs on a CPU write equal metrics
+    quiet: bool = False  # no progress
     # environment
-    env_id: str = "bigfish"  # one of the 16 Procgen games
-    distribution_mode: Literal["easy", "hard", "exploration", "memory", "extreme"] = "easy"  # difficulty
+    distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 16  # parallel environments
-    num_groups: int = 2  # groups of them, each with an actor thread
-    shape_reward: bool = False  # r becomes sign(r) (sqrt(|r| + 1) - 1) + 0.001 r, before V-trace
+    num_groups: int = 2  # groups of them, each stepped by a thread of its own
     # optimisation
-    num_steps: int = 200  # length of a fragment, the rollout of an env
-    minibatch_size: int = 1600  # rows in one SGD step: whole rollouts of a group; also an iteration
+    num_steps: int = 200  # length of a fragment, which is the rollout of an environment
+    minibatch_size: int = 1600  # rows in one SGD step, and new ones an iteration: whole rollouts
     update_epochs: int = 3  # passes over a batch
-    lr: tuple[str, ...] = ("0:1e-4", "1e6:5e-4", "8e6:1e-4")
-    """learning rate: step:rate knots in agent steps, linear between them; or one number"""
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop is the paper's (decay 0.99, no momentum)
+    lr: tuple[float, ...] = (0, 1e-4, 1e6, 5e-4, 8e6, 1e-4)
+    """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop is the paper's (decay 0.99)
     adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, for means instead of sums
-    rmsprop_eps: float = 6.25e-5  # added to the root, by 1600 for means; the paper's 0.01 stands inside the root (0.1)
-    max_grad_norm: float = 3.125e-4  # clip the gradient's norm: 0.5 / 1600, for means instead of sums; 0 = no clipping
-    augment: tuple[Literal["flip", "rotate", "crop", "translate", "pad_crop"], ...] = ()  # of frames, in updates only
-    augment_prob: float = 0.3  # of each of these, for a row
-    sync: bool = False  # no overlap: act, then learn, in one thread; bit-reproducible on a CPU
-    num_batches_to_accumulate: int = 2  # batches that actors may be ahead of the learner; 0 = they wait for it
+    rmsprop_eps: float = 6.25e-5  # 0.1 / 1600; the paper's 0.01 stands inside the root, this beside
+    max_grad_norm: float = 3.125e-4  # clip the gradient's norm: 0.5 / 1600; 0 = no clipping
+    sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
+    num_batches_to_accumulate: int = 2  # batches that actors may be ahead of the learner
     replay_slots: int = 0  # newest batches kept for replay; 0 = no replay
-    replay_proportion: float = 0  # of replayed to new batches, drawn uniformly from the slots
+    replay_proportion: float = 0  # replayed batches a new one, drawn uniformly from the slots
     # algorithm
     gamma: float = 0.99  # discount
-    rho_bar: float = 1  # V-trace: limit of the importance weight of a row's own temporal difference
+    rho_bar: float = 1  # V-trace: limit of the importance weight of a row's temporal difference
     c_bar: float = 1  # V-trace: limit of the weights that pass later differences on
     vtrace_lambda: float = 1  # V-trace: factor of these weights
-    vf_coef: float = 0.5  # weight of the value term, which is half the squared error
-    ent_coef: tuple[str, ...] = ("0.01",)  # weight of the entropy bonus; one number or step:weight knots
+    vf_coef: float = 0.5  # weight of the value term, half the squared error
+    ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: one number, or as --lr
+    # network
     channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
     pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
-
-    batch_size = property(lambda self: self.minibatch_size * WORLD)  # of all ranks
-    iterations = property(lambda self: self.total_timesteps // self.batch_size)
-
-    def validate(self):
-        """Raise UsageError for what would train nothing or train on NaN."""
-        batch, rollout = self.minibatch_size, self.num_envs // max(self.num_groups, 1) * self.num_steps
-        low = dict(num_envs=1, num_steps=1, update_epochs=1, channels=1, minibatch_size=2, num_groups=1)
-        low |= dict(eval_episodes=int(bool(self.eval_every or self.evaluate)), total_timesteps=self.batch_size)
-        high = dict(gamma=1, vtrace_lambda=1, seed=2**32 - 1, torch_threads=1024, env_threads=1024, augment_prob=1)
-        high |= dict(
-            num_levels=2**31 - 1, start_level=2**31 - 1, num_groups=min(self.num_envs, 64), replay_proportion=100
-        )
-        for name, value in [*vars(self).items(), *(("channels", width) for width in self.channels)]:
-            least, most = low.get(name, 0), high.get(name, 10**15)
-            if isinstance(value, int | float) and not least <= value <= most:
-                size = f" (an iteration is {self.batch_size})" * (name == "total_timesteps")
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
-        if self.num_envs % self.num_groups:
-            raise UsageError(f"--num-groups {self.num_groups}: must divide --num-envs {self.num_envs}")
-        if batch % rollout:
-            raise UsageError(f"--minibatch-size {batch}: must be whole rollouts of a group, {rollout} rows each")
-        if self.replay_proportion and not self.replay_slots:
-            raise UsageError(f"--replay-proportion {self.replay_proportion}: needs --replay-slots")
-        if self.resume is not None and self.evaluate is not None:
-            raise UsageError("--resume, --evaluate: one of the two")
-        schedule(0, self.lr, "--lr"), schedule(0, self.ent_coef, "--ent-coef")
+    input_shift: float = 128  # the network's input is (pixel - this) / 255; OpenAI 0
+    ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
-ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_name")]
+def check(args: Args):
+    """Raise UsageError for what would train nothing or train on NaN."""
+    if min(args.num_envs, args.num_groups, args.num_steps, args.update_epochs) < 1:
+        flags = "--num-envs, --num-groups, --num-steps, --update-epochs"
+        raise UsageError(f"{flags}: must be at least 1")
+    if args.num_envs % args.num_groups:
+        raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
+    rows = args.num_envs // args.num_groups * args.num_steps
+    if args.minibatch_size < 2 or args.minibatch_size % rows:
+        raise UsageError(f"--minibatch-size {args.minibatch_size}: a multiple of {rows}, a rollout")
+    if args.replay_proportion and not args.replay_slots:
+        raise UsageError(f"--replay-proportion {args.replay_proportion}: needs --replay-slots")
+    batch_size = args.minibatch_size * WORLD
+    if args.total_timesteps < batch_size:
+        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {batch_size}")
+    schedule(0, args.lr)
+    schedule(0, args.ent_coef)
 
 
-def stream_seed(seed: int, stream: str) -> int:
-    """A 31-bit hash: neither neighbouring seeds nor different streams (training, evaluation) share random numbers."""
-    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
+# --- environment ---
 
-
-def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
-    """Procgen as args say; `split`, one of training, train and test (evaluation), decides levels and random stream."""
-    mode, levels = args.distribution_mode, dict(num_levels=args.num_levels, start_level=args.start_level)
-    if args.env_id not in RANGES:
-        close = difflib.get_close_matches(args.env_id, RANGES, 3, 0.4) or RANGES
-        raise UsageError(f"--env-id {args.env_id}: no Procgen game; did you mean {', '.join(close)}?")
-    if args.env_id not in MODES.get(mode, RANGES):
-        raise UsageError(f"--distribution-mode {mode}: {args.env_id} lacks it, only {', '.join(MODES[mode])} have it")
-    if mode == "exploration" and any(levels.values()):
-        raise UsageError("--num-levels, --start-level: exploration mode has one fixed level")
-    options = {} if mode == "exploration" or split == "test" else levels
-    options |= dict(env_name=args.env_id, distribution_mode=mode, rand_seed=stream_seed(args.seed, split))
-    return ProcgenEnvs(STACKS[args.stack], num=num_envs, num_threads=args.env_threads or ENV_THREADS, **options)
-
-
-def splits(args: Args) -> list[str]:
-    """What evaluation plays: with unlimited levels train and test are one; exploration mode has its training level."""
-    if args.distribution_mode == "exploration":
-        return ["train"]
-    return ["train", "test"] if args.num_levels else ["test"]
-
-
-def normalized(args: Args, mean: float) -> dict:
-    """A mean return between blind (0) and best (1); the competition's ranges are the paper's authors' of easy mode."""
-    blind, best = RANGES[args.env_id][2 * (args.distribution_mode == "hard") :][:2]
-    score = (mean - blind) / (best - blind)
-    return dict(easy=dict(procgen=score, competition=score), hard=dict(procgen=score)).get(args.distribution_mode, {})
-
-
-def score(reward, ended, cut, info) -> tuple:
-    """Of a step: unclipped reward, whether the whole game ended, and its level complete; each (N,)."""
-    return reward, ended | cut, info.get("prev_level_complete", np.full(len(reward), np.nan))
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames, oldest first
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
-    """OpenAI's Procgen as a VectorEnv with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
+    """OpenAI's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
-    The observation of a step that ended a game is the next game's first, and fills its stack. There is no truncation: a
-    time-out sets `terminated`. `info`: prev_level_complete, prev_level_seed, level_seed, each (N,).
+    The observation of a step that ended a game is the next game's first, and fills its stack.
+    A time-out sets `terminated`. `reset` cannot cut a game short.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, shown: tuple, **options):
-        with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a banner
+    def __init__(self, shown: tuple[int, ...], num: int, **options):
+        with contextlib.redirect_stderr(io.StringIO()):  # it imports gym, which prints a banner
             from procgen import ProcgenGym3Env
-        self.env, self.shown, self.num_envs = ProcgenGym3Env(**options), shown, options["num"]
-        self.frames = [self.newest()[1]] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
+        self.env = ProcgenGym3Env(num=num, **options)
+        self.num_envs = num
+        self.shown = shown
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
+        _, frame, _ = self.observe()
+        self.frames = [frame] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
 
-    def newest(self):
+    def observe(self):
         reward, obs, first = self.env.observe()
         return reward, np.ascontiguousarray(obs["rgb"].transpose(0, 3, 1, 2)), first
 
@@ -241,825 +173,694 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
 
     def reset(self, *, seed=None, options=None):
-        """The present observation: Procgen is seeded when it is made and cannot cut a game short."""
         return self.stacked(), {}
 
     def step(self, actions):
         self.env.act(actions)
-        reward, frame, first = self.newest()
+        reward, frame, first = self.observe()
         self.frames = [*self.frames[1:], frame]
         if first.any():
-            self.frames = [np.where(first[:, None, None, None], frame, old) for old in self.frames]
-        infos = self.env.get_info()
-        info = {key: np.array([one[key] for one in infos]) for key in infos[0]}
-        return self.stacked(), reward, first, np.zeros_like(first), info
+            new = first[:, None, None, None]
+            self.frames = [np.where(new, frame, old) for old in self.frames]
+        return self.stacked(), reward, first, np.zeros_like(first), {}
 
     def close_extras(self, **kwargs):
         self.env.close()
 
-    def get_state(self) -> dict:
-        """Emulators and frames, for a checkpoint; `set_state` goes on from there bit for bit."""
-        games, frames = self.env.callmethod("get_state"), [torch.from_numpy(frame) for frame in self.frames]
-        return dict(games=games, frames=frames, sha256=hashlib.sha256(b"".join(games)).hexdigest())
 
-    def set_state(self, state: dict):
-        games, frames = state["games"], [frame.numpy() for frame in state["frames"]]
-        intact = hashlib.sha256(b"".join(games)).hexdigest() == state["sha256"] and len(games) == self.num_envs
-        if not intact or [frame.shape for frame in frames] != [frame.shape for frame in self.frames]:
-            raise UsageError("damaged environment states")  # which would end the process in Procgen's C++
-        self.env.callmethod("set_state", games)
-        self.frames = frames
+def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
+    """Procgen as args say. `stream` names its random numbers; "test" plays all levels."""
+    envs = ProcgenEnvs(
+        STACKS[args.stack],
+        num_envs,
+        env_name=args.env_id,
+        distribution_mode=args.distribution_mode,
+        num_levels=0 if stream == "test" else args.num_levels,
+        start_level=0 if stream == "test" else args.start_level,
+        rand_seed=stream_seed(args.seed, stream),
+        num_threads=args.env_threads or CORES,
+    )
+    return RecordEpisodeStatistics(envs)  # a whole game's return and length, in info["episode"]
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """A 31-bit hash: neither neighbouring seeds nor different streams share random numbers."""
+    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
+
+
+# --- network ---
 
 
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
         return x + self.conv2(F.relu(self.conv1(F.relu(x))))
 
 
 class Agent(nn.Module):
-    """IMPALA CNN (fig. 3, right, without the LSTM): uint8 (B, C, H, W) -> logits (B, A) and value (B,), float32."""
+    """IMPALA CNN (fig. 3, right, no LSTM): uint8 (B, C, H, W) -> logits (B, A), value (B,)."""
 
-    def __init__(self, obs_shape, num_actions: int, channels=(32, 64, 64), pool="avg", shift=128, ortho_heads=False):
+    def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.pool, self.shift, widths = pool, shift, (obs_shape[0], *channels)
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, channels, strict=False))
-        self.blocks = nn.ModuleList(nn.Sequential(ResidualBlock(c), ResidualBlock(c)) for c in channels)
-        self.hidden = nn.Linear(self.features(torch.zeros(1, *obs_shape)).shape[1], 256)
-        self.policy, self.value = nn.Linear(256, num_actions), nn.Linear(256, 1)
+        self.pool = args.pool
+        self.input_shift = args.input_shift
+        self.convs = nn.ModuleList()
+        self.blocks = nn.ModuleList()
+        width = obs_shape[0]
+        for channels in args.channels:
+            self.convs.append(nn.Conv2d(width, channels, 3, padding=1))
+            self.blocks.append(nn.Sequential(ResidualBlock(channels), ResidualBlock(channels)))
+            width = channels
+        num_features = self.features(torch.zeros(1, *obs_shape)).shape[1]
+        self.hidden = nn.Linear(num_features, 256)
+        self.policy = nn.Linear(256, num_actions)
+        self.value = nn.Linear(256, 1)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):  # Keras' defaults, as in the reference
+            if isinstance(module, nn.Conv2d | nn.Linear):  # Keras' defaults, as in the entry
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        if ortho_heads:
+        if args.ortho_heads:
             nn.init.orthogonal_(self.policy.weight, 0.01)
             nn.init.orthogonal_(self.value.weight)
         self.to(memory_format=torch.channels_last)
 
     def features(self, x):
         for conv, blocks in zip(self.convs, self.blocks, strict=True):
-            # ceil_mode without padding is TensorFlow's SAME pooling on even sizes, which pads at the end only.
-            x = blocks(F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True))
-        return F.relu(x.mean((2, 3)) if self.pool == "avg" else x.flatten(1))  # ReLU after the average
+            # ceil_mode without padding is TensorFlow's SAME pooling, which pads at the end only.
+            x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
+            x = blocks(x)
+        if self.pool == "avg":
+            x = x.mean((2, 3))
+        return F.relu(x.flatten(1))  # after the average, as in the entry
 
     def forward(self, obs):
-        # Bytes are re-ordered before they become floats, and in place: each pass over a batch of frames takes time.
-        x = obs.contiguous(memory_format=torch.channels_last).float().sub_(self.shift).div_(255)
+        # Bytes are re-ordered before they become floats, and in place: each pass takes time.
+        x = obs.contiguous(memory_format=torch.channels_last).float()
+        x = x.sub_(self.input_shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
-        with torch.autocast(x.device.type, enabled=False):  # bf16 would round a value near 30 to a multiple of 1/8
+        with torch.autocast(x.device.type, enabled=False):  # bf16 would round values near 30 to 1/8
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
 
+# --- mathematics ---
+
+
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: unlike multinomial it never waits."""
-    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: it never waits."""
+    race = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / race).argmax(-1)
 
 
-def vtrace(reward, value, terminated, done, rho, gamma: float, rho_bar: float = 1, c_bar: float = 1, lam: float = 1):
-    """V-trace (Espeholt et al. 2018, eq. 1) -> targets vs (T, N), policy-gradient advantages (T, N).
+def vtrace(reward, value, done, rho, gamma: float, rho_bar: float, c_bar: float, lam: float):
+    """V-trace (Espeholt et al. 2018, section 4.1) -> targets vs, advantages, both (T, N).
 
-    reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of the current critic, the last row
-    bootstraps; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t). A termination has no future value; any end cuts the trace.
+    reward, done: (T, N), of the step taken in row t; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of
+    the present policy and the one that acted; value: (T + 1, N), of the present critic.
     """
-    limited, discount = rho.clamp(max=rho_bar), gamma * (1 - terminated)
-    delta = limited * (reward + discount * value[1:] - value[:-1])
-    decay, correction = discount * lam * rho.clamp(max=c_bar) * (1 - done), torch.zeros_like(value)
+    discount = gamma * (1 - done)
+    c = lam * rho.clamp(max=c_bar)
+    rho = rho.clamp(max=rho_bar)
+    delta = rho * (reward + discount * value[1:] - value[:-1])
+    correction = torch.zeros_like(value)  # vs - V; beyond the last row V itself is the target
     for t in reversed(range(len(reward))):
-        correction[t] = delta[t] + decay[t] * correction[t + 1]  # vs - V
+        correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    following = torch.where(done > 0, value[1:], vs[1:])  # vs of row t + 1, of this game
-    return vs[:-1], limited * (reward + discount * following - value[:-1])
+    advantage = rho * (reward + discount * vs[1:] - value[:-1])
+    return vs[:-1], advantage
 
 
-def impala_terms(logits, value, action, advantage, target, old_logp, rho_bar: float):
-    """The five TERMS of each row, (5, B); logits are (B, A), the rest (B,).
+def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Tensor]:
+    """What the loss is made of, a number a row, and the value's targets, (T, N).
 
-    Policy gradient -log pi(a) A (IMPALA, section 4.2; the importance weight is in A), half the squared value error,
-    entropy, KL(mu || pi) by the estimate r - 1 - log r of its ratio r = pi / mu, and min(r, rho_bar).
+    logits: (T, N, A) and value: (T + 1, N) are the new ones. policy: -log pi(a) A (IMPALA,
+    section 4.2); value: half the squared error; approx_kl: KL(mu || pi), estimated by rho - 1 -
+    log rho.
     """
     logp = logits.log_softmax(-1)
-    chosen = logp.gather(-1, action[:, None]).squeeze(-1)
-    log_ratio, entropy = chosen.detach() - old_logp, -(logp.exp() * logp).sum(-1)
-    ratio = log_ratio.exp()
-    terms = [-chosen * advantage, (value - target) ** 2 / 2, entropy, ratio - 1 - log_ratio, ratio.clamp(max=rho_bar)]
-    return torch.stack(terms)
+    action_logp = logp.gather(-1, rows["action"][..., None]).squeeze(-1)
+    log_rho = action_logp.detach() - rows["logp"]
+    rho = log_rho.exp()
+    limits = (args.rho_bar, args.c_bar, args.vtrace_lambda)
+    vs, advantage = vtrace(rows["reward"], value.detach(), rows["done"], rho, args.gamma, *limits)
+    terms = {
+        "policy": -action_logp * advantage,
+        "value": (value[:-1] - vs) ** 2 / 2,
+        "entropy": -(logp.exp() * logp).sum(-1),
+        "approx_kl": rho - 1 - log_rho,
+        "rho": rho.clamp(max=args.rho_bar),
+    }
+    return terms, vs
 
 
-def among_ranks(collective, *args):
-    """Call a collective of torch.distributed; ConnectionError where another rank is lost."""
-    try:
-        collective(*args)
-    except RuntimeError as error:
-        raise ConnectionError(f"another of the {WORLD} ranks is lost: {str(error).splitlines()[0]}") from None
+def explained_variance(value, target) -> float | None:
+    """1 - Var(target - value) / Var(target); None where targets do not vary."""
+    variance = target.var()
+    return 1 - ((target - value).var() / variance).item() if variance > 0 else None
 
 
-def reduced(x):
-    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
-    if WORLD > 1:
-        among_ranks(torch.distributed.all_reduce, x := x.clone(memory_format=torch.contiguous_format))
-    return x
-
-
-def reduce_gradients(parameters):
-    """Replace gradients by their sums over torchrun's ranks, in one flat all-reduce; None stays where all have None."""
-    if WORLD > 1:
-        parameters = list(parameters)
-        flat = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten() for p in parameters]
-        given = reduced(torch.tensor([p.grad is not None for p in parameters]).int()).tolist()
-        for p, grad, some in zip(parameters, reduced(torch.cat(flat)).split([*map(len, flat)]), given, strict=True):
-            p.grad = torch.empty_like(p).copy_(grad.view_as(p)) if some else None  # fused Adam needs the strides of p
-
-
-def schedule(step: int, knots, flag: str = "") -> float:
-    """The value at `step`: linear between "step:value" knots, constant outside them; a bare value is constant."""
-    try:
-        pairs = ((knot if ":" in knot else f"0:{knot}").split(":") for knot in knots)
-        steps, values = zip(*(map(float, pair) for pair in pairs), strict=True)
-    except ValueError:
-        steps, values = (0,), (-1,)
-    if sorted(set(steps)) != list(steps) or not np.isfinite(steps).all() or not all(0 <= x < 1e9 for x in values):
-        raise UsageError(f"{flag} {' '.join(knots)}: must be step:value pairs in order, such as 0:1e-4 1e6:5e-4")
+def schedule(step: int, knots: tuple[float, ...]) -> float:
+    """One number, or step, value, step, value, ...: linear between them, constant outside."""
+    if len(knots) == 1:
+        return knots[0]
+    steps, values = knots[0::2], knots[1::2]
+    if not steps or len(steps) != len(values) or list(steps) != sorted(set(steps)):
+        raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
     return float(np.interp(step, steps, values))
 
 
-def shaped(reward):
-    """Compress large rewards (Pohlen et al. 2018, arXiv:1805.11593, there for values). In the reference this ran after
-    GAE and so did nothing; here it comes before."""
-    return np.sign(reward) * (np.sqrt(np.abs(reward) + 1) - 1) + 0.001 * reward
-
-
-def augment(frames, names, prob: float):
-    """Random geometry of square frames: uint8 (B, C, S, S) -> the same. One draw a row: its whole stack moves alike.
-
-    Ranges of the reference, for 64 x 64: flip each axis (actions stay), rotate by up to 20 degrees, crop a side to
-    48 to 64 pixels and resize, translate by up to 8 pixels (wrapping around), pad by 10 (reflected) and crop. Each maps
-    the coordinates `at`, (2, B, S, S), x and y from the centre, that new pixels are taken from; outside is black.
-    """
-    half, B = (frames.shape[-1] - 1) / 2, len(frames)
-    line = torch.arange(frames.shape[-1], device=frames.device) - half
-    at = torch.stack(torch.meshgrid(line, line, indexing="xy"))[:, None]
-
-    def draw(low, high, axes=2):
-        return torch.empty(axes, B, 1, 1, device=frames.device).uniform_(low, high)
-
-    moves = dict(
-        flip=lambda: at * (2 * draw(0, 2).floor() - 1),
-        rotate=lambda: at * (turn := draw(-math.pi / 9, math.pi / 9, 1)).cos() + turned * turn.sin(),
-        crop=lambda: at * (share := draw(3 / 4, 1, 1)) + half * (1 - share) * draw(-1, 1),
-        translate=lambda: (at + half + draw(-8, 9).floor()) % (2 * half + 1) - half,
-        pad_crop=lambda: half - (2 * half - (at + half + draw(-10, 11).floor()).abs()).abs(),
-    )
-    moved, turned = frames.float(), torch.stack([-at[1], at[0]])
-    for name in names:
-        grid = torch.where(draw(0, 1, 1) < prob, moves[name](), at).permute(1, 2, 3, 0) / (half + 0.5)
-        moved = F.grid_sample(moved, grid, align_corners=False)
-    return moved.round().to(torch.uint8)
-
-
-class Published:
-    """The acting copy of the agent, shared by all actors; replaced whole, under a lock, after every SGD step."""
-
-    def __init__(self, agent: Agent, version: int):
-        self.agent, self.lock, self.version = copy.deepcopy(agent).requires_grad_(False), threading.Lock(), version
-
-    def publish(self, agent: Agent, version: int):
-        with self.lock:
-            for mine, new in zip(self.agent.state_dict().values(), agent.state_dict().values(), strict=True):
-                mine.copy_(new)
-            self.version = version
-
-    @torch.no_grad()
-    def act(self, obs):
-        """uint8 (N, C, S, S) -> logits, values, and the version of the weights."""
-        with self.lock:
-            return *self.agent(obs), self.version
+# --- actors ---
 
 
 class Group:
-    """Environments that step together, and all that their next rollout depends on."""
+    """Environments that step together, and what their next rollout depends on."""
 
-    def __init__(self, envs: gym.vector.VectorEnv, seed: int, device: torch.device, shape_reward: bool):
-        self.envs, self.device, self.shape_reward = envs, device, shape_reward
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-        self.episodes, self.over, (self.obs, _) = Episodes(envs.num_envs), np.zeros(envs.num_envs, bool), envs.reset()
-
-    def step(self, action) -> tuple:
-        """A step of all environments, action (N,): reward, terminated, truncated, info, the games that ended."""
-        is_valid = ~self.over | self.same_step
-        self.obs, reward, ended, cut, info = self.envs.step(action)
-        self.over = ended | cut
-        return reward, ended, cut, info, self.episodes.step(*score(reward, ended, cut, info), is_valid)
-
-    def play_randomly(self, steps: int):
-        """A head start, so that groups differ in the age of their games (decorrelate_envs_on_one_worker of theirs)."""
-        logits = torch.zeros(self.envs.num_envs, self.envs.single_action_space.n, device=self.device)
-        for _ in range(steps):
-            self.step(sample(logits, self.generator).cpu().numpy())
-
-    def state(self) -> dict:
-        saved = dict(obs=torch.from_numpy(self.obs), over=torch.from_numpy(self.over), rng=self.generator.get_state())
-        saved["episodes"] = (self.envs.num_envs, self.episodes.returns.tolist(), self.episodes.lengths.tolist())
-        return saved | dict(envs=self.envs.get_state() if hasattr(self.envs, "get_state") else None)
-
-    def restore(self, saved: dict):
-        if len(saved["rng"]) == len(self.generator.get_state()):  # else it is another kind of device's
-            self.generator.set_state(saved["rng"])
-        if saved["envs"] and hasattr(self.envs, "set_state"):  # without it the games start anew
-            self.envs.set_state(saved["envs"])
-            self.obs, self.over = saved["obs"].numpy(), saved["over"].numpy()
-            self.episodes = Episodes(*saved["episodes"])
-
-    def rollout(self, policy: Published, T: int, gamma: float, stopped=lambda: False) -> dict | None:
-        """T steps of all N environments: rows (T, N), the games that ended, seconds in environments and policy.
-
-        Row t = (obs_t, a_t, log mu(a_t|obs_t), version_t, r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With
-        next-step autoreset the row after an end is no transition: valid_t = not done_t.
-        """
-        N = self.envs.num_envs
-        rows = dict(obs=torch.zeros(T + 1, N, *self.obs.shape[1:], dtype=torch.uint8, device=self.device))
-        rows |= dict(action=torch.zeros(T, N, dtype=torch.int64), version=torch.zeros(T, N, dtype=torch.int64))
-        rows |= {name: torch.zeros(T, N) for name in ("reward", "terminated", "done", "valid")}
-        rows["logp"] = torch.zeros(T, N, device=self.device)  # to wait for the device once a step only
-        games, spent, mark = [], dict(env=0.0, policy=0.0), time.perf_counter()
-        for t in range(T):
-            if stopped():
-                return None
-            rows["obs"][t] = torch.from_numpy(self.obs)
-            rows["valid"][t] = torch.from_numpy(~self.over | self.same_step)
-            logits, _, rows["version"][t] = policy.act(rows["obs"][t])
-            action = sample(logits, self.generator)
-            rows["logp"][t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
-            rows["action"][t] = action
-            spent["policy"], mark = spent["policy"] + time.perf_counter() - mark, time.perf_counter()
-            reward, ended, cut, info, over = self.step(rows["action"][t].numpy())
-            games += over
-            reward = shaped(reward) if self.shape_reward else reward
-            for name, x in dict(reward=np.float32(reward), terminated=ended, done=self.over).items():
-                rows[name][t] = torch.from_numpy(x)
-            for i in np.flatnonzero(cut & ~ended & self.same_step):  # obs is the next game's: bootstrap here
-                final = torch.from_numpy(info["final_obs"][i][None]).to(self.device)
-                rows["reward"][t, i] += gamma * policy.act(final)[1].item()
-                rows["terminated"][t, i] = 1
-            spent["env"], mark = spent["env"] + time.perf_counter() - mark, time.perf_counter()
-        rows["obs"][T] = torch.from_numpy(self.obs)
-        rows |= {name: x.cpu() for name, x in rows.items() if name != "obs"}
-        return dict(rows=rows, games=games, spent=spent)
+    def __init__(self, envs, seed: int, device: torch.device, head_start: int):
+        self.envs = envs
+        self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
+        self.obs, _ = envs.reset()
+        self.done = np.zeros(envs.num_envs, bool)  # of the last step
+        # Random steps first, so that the games of two groups are not of one age. They do not count.
+        logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
+        for _ in range(head_start):
+            action = sample(logits, self.generator).cpu().numpy()
+            self.obs, _, terminated, truncated, _ = envs.step(action)
+            self.done = terminated | truncated
+        envs.episode_returns[:] = 0
+        envs.episode_lengths[:] = 0
 
 
-class Rollouts:
-    """What lies between actors and learner: finished rollouts, and how far the actors may be ahead.
+class Actors:
+    """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    A dataset is `size` rollouts, in the order in which they were begun. Actors begin a rollout only while it belongs to
-    one of the next `ahead` + 1 datasets after those that were learned, and to one of the run's `total`: no row is older
-    than `ahead` datasets of SGD steps when its learning begins, however unequal the actors are.
+    Rollout k is the turn of group k % G: rollout(group, actors, T) -> dict. It is begun only while
+    its dataset of `size` rollouts is among the next `ahead` + 1: no row is older than `ahead`
+    datasets of SGD steps when its learning begins, however unequal the actors are, and with `ahead`
+    = 0 nobody acts while the learner learns. No rollout beyond `total` is begun.
     """
 
-    def __init__(self, size: int, ahead: int, total: int):
-        self.size, self.last, self.condition = size, size * total, threading.Condition()
-        self.begun, self.taken, self.limit = 0, 0, min(size * (ahead + 1), self.last)
-        self.ready, self.error, self.stopped = {}, None, False
+    def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
+        self.groups = groups
+        self.threads = [ThreadPoolExecutor(1) for _ in groups]
+        self.rollout = rollout
+        self.T = T
+        self.size = size
+        self.ahead = ahead
+        self.total = total
+        self.begun = 0
+        self.queue = deque()  # futures of the rollouts that were begun and not taken
+        self.stopped = threading.Event()
+        self.publish(agent)
 
-    def actor(self, group: Group, *rest):
-        """The body of an actor's thread."""
-        try:
-            while True:
-                with self.condition:
-                    self.condition.wait_for(lambda: self.stopped or self.begun < self.limit)
-                    if self.stopped:
-                        return
-                    ticket, self.begun = self.begun, self.begun + 1
-                rollout = group.rollout(*rest, stopped=lambda: self.stopped)
-                with self.condition:
-                    self.ready[ticket] = rollout
-                    self.condition.notify_all()
-        except BaseException as error:
-            with self.condition:
-                self.error = error if isinstance(error, Exception) else RuntimeError(f"an actor ended: {error!r}")
-                self.condition.notify_all()
+    def publish(self, agent):
+        """From its next step on an actor plays this copy, which nobody writes to: no lock."""
+        self.agent = copy.deepcopy(agent).requires_grad_(False)
 
-    def check(self):
-        """Raise what an actor raised."""
-        if self.error:
-            raise self.error
+    def dataset(self) -> list[dict]:
+        """Begin what may be begun and wait for the next dataset; raises what an actor raised."""
+        while self.begun < self.total and len(self.queue) < (self.ahead + 1) * self.size:
+            g = self.begun % len(self.groups)
+            future = self.threads[g].submit(self.rollout, self.groups[g], self, self.T)
+            self.queue.append(future)
+            self.begun += 1
+        return [self.queue.popleft().result() for _ in range(self.size)]
 
-    def take(self) -> list[dict]:
-        """Wait for the next dataset."""
-        with self.condition:
-            tickets = range(self.taken, self.taken + self.size)
-            self.condition.wait_for(lambda: self.error or self.ready.keys() >= set(tickets))
-            self.check()
-            self.taken += self.size
-            return [self.ready.pop(ticket) for ticket in tickets]
-
-    def learned(self):
-        """One more dataset may be begun."""
-        with self.condition:
-            self.limit = min(self.limit + self.size, self.last)
-            self.condition.notify_all()
-
-    def stop(self, threads):
-        """End the actors, within a step of their environments: an interpreter that exits under them would crash."""
-        with self.condition:
-            self.stopped, end = True, time.monotonic() + 5
-            self.condition.notify_all()
-        for thread in threads:
-            thread.join(max(0, end - time.monotonic()))
-
-
-def train(args: Args, envs: list | None = None) -> dict:
-    """Train (with args.evaluate: only play); returns the last metrics, "run" (the folder) and "eval" (the splits).
-
-    envs: a list of args.num_groups VectorEnvs of equal size with uint8 (C, H, W) observations, discrete actions and a
-    declared autoreset mode, next-step or same-step; each is stepped by its own thread, neither seeded, evaluated nor
-    closed here. None = Procgen as args say. With args.resume, the other args must be those of the run:
-    Args(**torch.load(path)["args"]). Raises UsageError, OSError (disk), FloatingPointError (a loss that is not finite),
-    KeyboardInterrupt and SystemExit (checkpoint written), and whatever an actor raised.
-    """
-    args.validate()
-    device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
-    if saved and saved.get("own_envs", own) != own:
-        raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
-    if args.resume and saved["step"] >= args.iterations * args.batch_size:
-        step, evaluated = saved["step"], saved["path"].with_name("eval.json")  # which may be of an older checkpoint
-        if not args.eval_episodes or evaluated.exists() and f'"step": {step},' in evaluated.read_text():
-            print(f"{args.resume} is finished at step {step:,}; a larger --total-timesteps goes on with it")
-            return dict(step=step, run=str(evaluated.parent))
-    # A resumed asynchronous run starts new games, which must not be the first ones again.
-    stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
-    stream += f" of rank {RANK}" * (RANK > 0)
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(args.seed if stream == "training" else stream_seed(args.seed, stream))
-    T, N, G = args.num_steps, args.num_envs // args.num_groups, args.num_groups
-    if own:
-        envs = [make_envs(args, f"{stream} {g}", 1 if args.evaluate else N) for g in range(1 if args.evaluate else G)]
-    modes = {group.metadata.get("autoreset_mode") for group in envs}
-    sizes = [group.num_envs for group in envs]
-    if not args.evaluate and sizes != [N] * G or not modes <= {AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP}:
-        raise UsageError(f"--num-envs {args.num_envs}, --num-groups {G}: given {sizes} envs with autoreset {modes}")
-    obs_shape, A = envs[0].single_observation_space.shape, envs[0].single_action_space.n
-    agent = Agent(obs_shape, A, args.channels, args.pool).to(device)
-    network = torch.compile(agent) if args.compile else agent
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
-    forward = autocast(lambda obs: network(obs))  # -> logits (B, A), value (B,)
-    if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(agent.parameters(), lr=0.0, eps=args.adam_eps, fused=True)
-    else:
-        optimizer = torch.optim.RMSprop(agent.parameters(), lr=0.0, alpha=0.99, eps=args.rmsprop_eps)
-    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
-    fragments = -(-micro_batch // T)  # between two backward passes: V-trace needs whole ones
-
-    groups = [
-        Group(group, stream_seed(args.seed, f"{stream} actions {g}"), device, args.shape_reward)
-        for g, group in enumerate(envs)
-    ]
-    for g, group in enumerate(() if args.evaluate else groups):
-        group.play_randomly(g * T)
-    step, version, metrics, ring = 0, 0, {}, []
-    try:
-        if saved:
-            step, version = saved["step"], saved["version"]
-            agent.load_state_dict(saved["agent"])
-            optimizer.load_state_dict(saved["optimizer"])
-        if args.resume and WORLD == 1:
-            set_rng_state(saved["rng"], device)
-            for group, state_of_group in zip(groups, saved["groups"] or (), strict=False):
-                group.restore(state_of_group)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
-    for x in agent.state_dict().values():  # all ranks begin as rank 0
-        x.copy_(reduced(x if RANK == 0 else torch.zeros_like(x)))
-    if reduced(torch.tensor(step)) != step * WORLD:
-        raise UsageError("--resume: the ranks read different checkpoints")
-    if args.evaluate and RANK:
-        return {}
-    if args.evaluate:
-        return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
-    policy, per_dataset = Published(agent, version), args.batch_size // WORLD // (N * T)
-    rollouts = Rollouts(
-        per_dataset, args.num_batches_to_accumulate, -(-(args.iterations * args.batch_size - step) // args.batch_size)
-    )
-
-    def state():  # all that the next iteration depends on; but not the replay, nor asynchronous actors in mid-rollout
-        now = dict(own_envs=own, step=step, version=version, agent=agent.state_dict(), rng=get_rng_state(device))
-        now |= dict(
-            optimizer=optimizer.state_dict(),
-            groups=[group.state() for group in groups] if args.sync and WORLD == 1 else None,
-        )
-        return copy.deepcopy(now)
-
-    def update(rows: dict, ent_coef: float):
-        """One pass: V-trace under the present weights and an SGD step -> the terms' means, the advantages' errors."""
-        sums, count, M = 0.0, reduced(rows["valid"].sum()).clamp(min=1), rows["valid"].shape[1]
-        optimizer.zero_grad()
-        seen = []
-        for first in range(0, M, fragments):
-            part = {name: x[:, first : first + fragments] for name, x in rows.items()}
-            frames, shape = part["obs"].flatten(0, 1), part["obs"].shape[:2]
-            frames = augment(frames, args.augment, args.augment_prob) if args.augment else frames
-            outputs = map(forward, frames.chunk(-(-len(frames) // micro_batch)))
-            logits, value = (torch.cat(x).unflatten(0, shape) for x in zip(*outputs, strict=True))
-            with torch.no_grad():
-                logp = logits[:-1].log_softmax(-1).gather(-1, part["action"][..., None]).squeeze(-1)
-                ends, limits = (part["terminated"], part["done"]), (args.rho_bar, args.c_bar, args.vtrace_lambda)
-                rho = (logp - part["logp"]).exp()
-                vs, advantage = vtrace(part["reward"], value, *ends, rho, args.gamma, *limits)
-            rest = (value[:-1], part["action"], advantage, vs, part["logp"])
-            terms = impala_terms(logits[:-1].flatten(0, 1), *(x.flatten() for x in rest), args.rho_bar)
-            terms = torch.where(part["valid"].flatten() > 0, terms, 0).sum(1) / count  # a share of the batch's means
-            (terms[0] + args.vf_coef * terms[1] - ent_coef * terms[2]).backward()
-            sums = sums + terms.detach()
-            seen.append(torch.stack([vs - value[:-1].detach(), vs])[:, part["valid"] > 0])
-        reduce_gradients(agent.parameters())
-        norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
-        optimizer.step()
-        return torch.cat([reduced(sums), norm[None]]), torch.cat(seen, 1)
-
-    with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Run(args, saved, agent, device, micro_batch))
-        threads = [
-            threading.Thread(target=rollouts.actor, args=(group, policy, T, args.gamma), daemon=True, name="actor")
-            for group in (() if args.sync else groups)
-        ]
-        stack.callback(lambda: rollouts.stop(thread for thread in threads if thread.ident is not None))
-        while run.goes_on(step, state):
-            # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
-            if args.sync:
-                turn = step // (N * T * WORLD)
-                dataset = [groups[(turn + k) % G].rollout(policy, T, args.gamma) for k in range(per_dataset)]
-            else:
-                for thread in threads:
-                    if thread.ident is None:
-                        thread.start()
-                dataset = rollouts.take()
-            waited = run.lap("queue_wait", args.batch_size / 2)
-            rows = {name: torch.cat([one["rows"][name] for one in dataset], 1) for name in dataset[0]["rows"]}
-            run.games += [game for one in dataset for game in one["games"]]
-            spent = {f"time/{phase}_s": sum(one["spent"][phase] for one in dataset) for phase in ("env", "policy")}
-            if args.sync:  # the actors' seconds are the learner's
-                spent["time/queue_wait_s"] = waited - sum(spent.values())
-            del dataset
-            lag, valid = version - rows["version"], rows["valid"]
-            rows = {name: x.to(device) for name, x in rows.items()}  # (T, M), obs (T + 1, M, C, H, W): M fragments
-
-            # Replay: the ring takes the new batch first, so that it may be drawn as well
-            ring = [*ring, rows][-args.replay_slots :] if args.replay_slots else []
-            count = int(args.replay_proportion) + (random.random() < args.replay_proportion % 1)
-            count = int(reduced(torch.tensor(count * (RANK == 0))))  # the same on all ranks
-            old = [random.choice(ring) for _ in range(count if ring else 0)]
-
-            # Update: the new batch, then the replayed ones, each in several passes
-            lr, ent_coef = schedule(step, args.lr), schedule(step, args.ent_coef)
-            optimizer.param_groups[0]["lr"] = lr
-            stats = [[], []]  # of new and replayed batches
-            for k, batch in enumerate([rows, *old]):
-                stale = version - batch["version"]
-                for epoch in range(args.update_epochs):
-                    means, errors = update(batch, ent_coef)
-                    stats[k > 0].append(torch.cat([means, stale.float().mean()[None]]))
-                    if k == epoch == 0:
-                        unexplained, variance = errors.var(1).tolist()
-                    version += 1
-                    policy.publish(agent, version)
-                    rollouts.check()
-                    run.lap("learn", args.batch_size / 2 / args.update_epochs / (1 + len(old)))
-            metrics = dict(zip((*TERMS, "train/grad_norm"), torch.stack(stats[0]).mean(0).tolist(), strict=False))
-            for name, mean in metrics.items():
-                if not np.isfinite(mean):
-                    raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
-            if old:
-                *_, rho, _, age = torch.stack(stats[1]).mean(0).tolist()
-                metrics |= {"replay/rho_mean": rho, "replay/policy_lag_mean": age}
-            step += args.batch_size
-            rollouts.learned()
-            metrics |= spent | {
-                "train/lr": lr,
-                "train/ent_coef": ent_coef,
-                "train/valid_frac": reduced(valid.mean()).item() / WORLD,
-            }
-            metrics |= {"async/policy_lag_mean": lag.float().mean().item(), "async/policy_lag_max": int(lag.max())}
-            metrics |= {"replay/count": len(old)} if args.replay_slots else {}
-            metrics["train/explained_variance"] = 1 - unexplained / variance if variance > 0 else None
-            run.lap("learn")
-            if own and RANK == 0 and args.eval_every and step % args.eval_every < args.batch_size:
-                for split, result in evaluate_splits(agent, args).items():
-                    metrics[f"eval/return_{split}"] = result["mean"]
-            metrics = run.log(step, metrics)
-        if own and RANK == 0 and args.eval_episodes and run.completed:
-            metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
-    return metrics | dict(step=step, run=str(run.folder))
-
-
-class Episodes:
-    """Running returns and lengths of whole games; rows that are no transition do not count."""
-
-    def __init__(self, num_envs: int, returns=0.0, lengths=0):
-        self.returns, self.lengths = np.full(num_envs, returns, np.float64), np.full(num_envs, lengths, np.int64)
-
-    def step(self, reward, over, extra, valid) -> list:
-        """Add a step of all envs, each (N,), from `score`; returns the games it ended: (return, length, extra, env)."""
-        self.returns += np.where(valid, reward, 0)
-        self.lengths += valid
-        ended = np.flatnonzero(over)
-        games = [(float(self.returns[i]), int(self.lengths[i]), float(extra[i]), int(i)) for i in ended]
-        self.returns[over] = self.lengths[over] = 0
-        return games
+    def stop(self):
+        """End the actors, within a step of their environments."""
+        self.stopped.set()
+        for thread in self.threads:
+            thread.shutdown(cancel_futures=True)
 
 
 @torch.no_grad()
-def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: list | None = None) -> tuple[list, list]:
-    """Play `games` whole games in each env (the first to finish would favour short ones) -> returns, lengths.
+def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
+    """T steps of a group's N environments -> columns (T, N), finished games, seconds.
 
-    Its random numbers are its own. film: gets the newest frame, (H, W, 3), of each step of the first env's first game.
+    Row t = (obs_t, a_t, log mu(a_t|obs_t), r_{t+1}, done_{t+1}, version_t of the policy mu). There
+    is one more obs, which bootstraps the last row.
     """
-    device, episodes, (obs, _) = next(agent.parameters()).device, Episodes(envs.num_envs), envs.reset()
-    generator = torch.Generator(device).manual_seed(seed)
-    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    over, played, results = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs, int), []
-    while played.min() < games:
-        if film is not None and not played[0]:
-            film.append(obs[0, -CHANNELS:].transpose(1, 2, 0))
-        logits, _ = agent(torch.from_numpy(obs).to(device))
-        action, is_valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
-        obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
-        over = ended | cut
-        for *result, _, env in episodes.step(*score(reward, ended, cut, info), is_valid):
-            if played[env] < games:
-                results.append(result)
-                played[env] += 1
-    return tuple(map(list, zip(*results, strict=True)))
+    device = next(actors.agent.parameters()).device
+    N = group.envs.num_envs
+    obs = torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device)
+    actions = torch.zeros(T, N, dtype=torch.int64, device=device)
+    logps = torch.zeros(T, N, device=device)
+    rewards = torch.zeros(T, N)
+    dones = torch.zeros(T, N)
+    versions = torch.zeros(T, N)
+    returns, lengths = [], []  # of the games that end
+    policy_s, env_s = 0.0, 0.0
+    mark = time.perf_counter()
+    for t in range(T):
+        if actors.stopped.is_set():
+            return {}  # which nobody reads
+        agent = actors.agent  # the newest, and the same one for all of this step
+        obs[t] = torch.from_numpy(group.obs)
+        logits, _ = agent(obs[t])
+        action = sample(logits, group.generator)
+        actions[t] = action
+        logps[t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+        versions[t] = agent.version
+        action = action.cpu().numpy()
+        now = time.perf_counter()
+        policy_s += now - mark
+        mark = now
+        group.obs, reward, terminated, truncated, info = group.envs.step(action)
+        group.done = terminated | truncated
+        if "episode" in info:
+            returns += info["episode"]["r"][info["_episode"]].tolist()
+            lengths += info["episode"]["l"][info["_episode"]].tolist()
+        rewards[t] = torch.from_numpy(np.float32(reward))
+        dones[t] = torch.from_numpy(group.done)
+        now = time.perf_counter()
+        env_s += now - mark
+        mark = now
+    obs[T] = torch.from_numpy(group.obs)
+    columns = {
+        "obs": obs,
+        "action": actions,
+        "logp": logps,
+        "reward": rewards.to(device),
+        "done": dones.to(device),
+        "version": versions.to(device),
+    }
+    games = {"returns": returns, "lengths": lengths}
+    return {"columns": columns, "env_s": env_s, "policy_s": policy_s} | games
 
 
-def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
-    """Play at least args.eval_episodes games on each split; with `folder`, write eval.json, eval.csv (and films) too.
+# --- training ---
 
-    Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
+
+def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
+
+    envs: a list of args.num_groups VectorEnvs of equal size with same-step autoreset, uint8
+    (C, H, W) observations, discrete actions. They are not seeded, evaluated or closed; their
+    truncations count as ends. None = Procgen as args say. Raises UsageError, OSError,
+    FloatingPointError (a loss is not finite), KeyboardInterrupt, and what an actor raised.
     """
-    results, table, games = {}, "split,return,length\n", -(-args.eval_episodes // 64)
-    for name in splits(args):
-        envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
-        returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
-        envs.close()
-        mean, n = float(np.mean(returns)), len(returns)
-        stderr = float(np.std(returns, ddof=1)) / n**0.5 if n > 1 else None
-        share = normalized(args, mean)
-        results[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=share)
-        if folder:
-            error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
-            print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
-            table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
-        if film:
-            import imageio.v3 as imageio
+    check(args)
+    device = set_up(args)
+    T = args.num_steps
+    N = args.num_envs // args.num_groups
+    batch_size = args.minibatch_size * WORLD
+    total = args.total_timesteps // batch_size * batch_size
+    saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
+    step = saved["step"]
+    # Another rank, and a resumed run, plays other games and draws other actions.
+    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    own_envs = envs is None
+    if own_envs:
+        envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
+    else:
+        args = replace(args, env_id=type(envs[0].unwrapped).__name__)
+        envs = [RecordEpisodeStatistics(group) for group in envs]
+    sizes = [group.num_envs for group in envs]
+    modes = {group.metadata.get("autoreset_mode") for group in envs}
+    if sizes != [N] * args.num_groups or modes != {AutoresetMode.SAME_STEP}:
+        needed = f"{args.num_groups} groups of {N} environments, same-step autoreset"
+        raise UsageError(f"--num-envs, --num-groups: need {needed}; not {sizes}, {modes}")
+    obs_shape = envs[0].single_observation_space.shape
+    num_actions = envs[0].single_action_space.n
 
-            (folder / "video").mkdir(exist_ok=True)
-            film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
-            imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
-    if folder:  # when all is played: eval.json's "step" says that this checkpoint needs it no more
-        write_atomically(folder / "eval.csv", table.encode())
-        write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
-    return results
+    torch.manual_seed(args.seed)  # equal first weights on all ranks
+    agent = Agent(obs_shape, num_actions, args).to(device)
+    agent.version = 0  # SGD steps so far
+    network = torch.compile(agent) if args.compile else agent
+    if args.optimizer == "adam":
+        optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
+    else:
+        optimizer = torch.optim.RMSprop(agent.parameters(), alpha=0.99, eps=args.rmsprop_eps)
+    best = -np.inf
+    if args.resume:
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        best = saved["best"]
+    groups = []
+    for g in range(args.num_groups):
+        seed = stream_seed(args.seed, f"{stream} actions {g}")
+        groups.append(Group(envs[g], seed, device, head_start=g * T))
+    replay_rng = random.Random(stream_seed(args.seed, f"replay from {step}"))  # of all ranks
+    ring = deque(maxlen=args.replay_slots)
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
+    num_fragments = args.minibatch_size // T
+    piece_fragments = math.ceil(micro_batch / T)  # V-trace needs whole ones
+    recent = deque(maxlen=100)  # returns of the last games
 
+    def forward(obs):
+        """(T + 1, N, C, H, W) -> logits (T + 1, N, A), value (T + 1, N), in micro-batches."""
+        logits, values = [], []
+        frames = obs.flatten(0, 1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            for piece in frames.chunk(math.ceil(len(frames) / micro_batch)):
+                piece_logits, piece_value = network(piece)
+                logits.append(piece_logits)
+                values.append(piece_value)
+        return torch.cat(logits).unflatten(0, obs.shape[:2]), torch.cat(values).view(obs.shape[:2])
 
-class Run(contextlib.AbstractContextManager):
-    """Plumbing, the same in all scripts: run folder, metrics, progress and checkpoints; nothing of the algorithm.
+    def save(name: str):
+        state = {"step": step, "best": best}
+        state |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        logger.save(name, state)
 
-    A checkpoint is the state at an iteration's start. `goes_on` keeps it in memory; it is written when due, at the end,
-    and when Ctrl-C or SIGTERM leaves the `with` block: the unfinished iteration is dropped and nothing else.
-    """
-
-    def __init__(self, args: Args, saved: dict | None, agent: nn.Module, device: torch.device, micro_batch: int):
-        name = args.run_name or f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.args, self.folder = args, saved["path"].parent if saved else Path(args.run_dir, name)
-        kept = saved or dict(step=0, best=-np.inf, recent=[])
-        self.first, self.best, self.recent = kept["step"], kept["best"], kept["recent"]
-        self.total, self.written = args.iterations * args.batch_size, -np.inf
-        self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
-        self.start = self.mark = time.perf_counter()
-        config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
-        quiet = args.quiet or RANK > 0
-        self.say = (lambda text: None) if quiet else lambda text: print(text, flush=True)
-        try:
-            if RANK == 0:  # the others write nothing
-                self.set_up(saved, config, table)
-        except (UsageError, ImportError):
-            raise
-        except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
-            raise UsageError(f"--run-dir or --track: cannot set up {self.folder}: {error}") from None
-        threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or ENV_THREADS} env threads"
-        weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
-        self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
-        self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
-        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=quiet or not sys.stderr.isatty())
-        self.bar = tqdm(total=self.total, initial=self.first, **bar)
-
-    def set_up(self, saved: dict | None, config: dict, table: Path):
-        if not saved and self.folder.exists() and any(self.folder.iterdir()):
-            raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
-        if self.args.track:
-            import wandb
-
-            wandb.init(id=self.folder.name, resume="allow", config=asdict(self.args), sync_tensorboard=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
-        rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
-        rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
-        rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
-        write_atomically(table, "".join(",".join(row.get(key, "") for key in COLUMNS) + "\n" for row in rows).encode())
-        write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
-        self.csv = open(table, "a", buffering=1)  # line by line
-        self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
-        self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(self.args).items()))
-
-    def __exit__(self, kind, error, trace):
-        self.bar.close()
-        if RANK:
-            return
-        for number in (signal.SIGINT, signal.SIGTERM) if WORLD > 1 else ():  # torchrun's, when another rank is lost
-            signal.signal(number, signal.SIG_IGN)
-        if isinstance(error, KeyboardInterrupt | SystemExit | ConnectionError) and hasattr(self, "state"):
-            self.write("checkpoint.pt")
-            print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
-        with contextlib.suppress(OSError):  # of a full disk, which was reported before
-            self.csv.close()
-            if not isinstance(error, KeyboardInterrupt | SystemExit):  # amid its queue they make this wait for ever
-                self.tensorboard.close()
-
-    def goes_on(self, step: int, state) -> bool:
-        """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""
-        now, mean = time.perf_counter(), float(np.mean(self.recent)) if len(self.recent) >= 20 else -np.inf
-        better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
-        # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
-        late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
-        late = bool(reduced(torch.tensor(float(late and RANK == 0))))  # all ranks stop together
-        self.best = mean if better else self.best
-        self.state = state() | dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
-        if better:
-            self.write("best.pt")
-        if self.completed or late or now - self.written >= self.args.checkpoint_every:
-            self.write("checkpoint.pt")
-            self.written = now
-            if (keep := self.args.keep_checkpoints) and RANK == 0:
-                self.write(f"step_{step}.pt")
-                for old in sorted(self.folder.glob("step_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
-                    old.unlink()
-        if late or self.completed:
-            self.bar.close()
-            self.say(f"{'finished' if self.completed else 'stopped'} at step {step:,} of {self.total:,}: {self.folder}")
-        self.mark = time.perf_counter()
-        return not (late or self.completed)
-
-    def write(self, name: str):
-        if RANK == 0:
-            torch.save(self.state, file := io.BytesIO())
-            write_atomically(self.folder / name, file.getbuffer())
-
-    def lap(self, phase: str, steps: float = 0) -> float:
-        """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`; all of it so far."""
-        now, name = time.perf_counter(), f"time/{phase}_s"
-        self.laps[name], self.mark = self.laps.get(name, 0.0) + now - self.mark, now
-        self.bar.update(min(steps, self.bar.total - self.bar.n))
-        return self.laps[name]
-
-    def log(self, step: int, metrics: dict) -> dict:
-        """Add what every script logs and write one row; what is missing or None is an empty cell."""
-        if WORLD > 1:
-            among_ranks(torch.distributed.all_gather_object, every := [None] * WORLD, self.games)
-            self.games = [game for games in every for game in games]
-        games = np.mean(self.games, axis=0).tolist() if self.games else ()
-        metrics = self.laps | dict(zip(COLUMNS[3:6], games, strict=False)) | metrics
-        self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
-        counts = {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
-        metrics |= counts | {"time/sps": self.args.batch_size / self.spent}
-        self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
-        row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
-        cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
-        if RANK == 0:
-            self.csv.write(",".join(cells) + "\n")
-            for name, value in row.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
-        score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
-        self.bar.n = step
-        self.bar.set_postfix_str(f"return {score:.5}")
-        if self.bar.disable:
-            self.say(f"step {step:,}  return {score:.5}  {row['time/sps']:,.0f} steps/s  {left:.0f} min left")
-        return row
-
-
-def choose_device(args: Args) -> torch.device:
-    """args.device, tried out; also sets PyTorch's threads, meets the other ranks and, on a CPU, keeps freed memory."""
+    logger = Logger(args, device, step, total)
+    rollouts_a_batch = args.minibatch_size // (T * N)
+    rollouts = (total - step) // batch_size * rollouts_a_batch
+    ahead = 0 if args.sync else args.num_batches_to_accumulate
+    actors = Actors(groups, agent, impala_rollout, T, rollouts_a_batch, ahead, rollouts)
+    last_save = time.monotonic()
+    metrics = {}
     try:
-        device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":  # one GPU a rank
+        while step < total:
+            # Batch: whole rollouts, side by side; the next ones are under way meanwhile
+            dataset = actors.dataset()
+            batch = {}
+            for name in dataset[0]["columns"]:
+                batch[name] = torch.cat([rollout["columns"][name] for rollout in dataset], 1)
+            lag = agent.version - batch["version"]
+            returns = [x for rollout in dataset for x in rollout["returns"]]
+            lengths = [x for rollout in dataset for x in rollout["lengths"]]
+            logger.lap("queue_wait")
+
+            # Replay: the newest batch may be drawn as well
+            ring.append(batch)
+            num_replayed = int(args.replay_proportion)
+            num_replayed += replay_rng.random() < args.replay_proportion % 1
+            replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
+
+            # Update: the new batch, then the replayed ones, each in several passes
+            lr = schedule(step, args.lr)
+            ent_coef = schedule(step, args.ent_coef)
+            optimizer.param_groups[0]["lr"] = lr
+            new_sums = defaultdict(float)  # of the SGD steps' means
+            replay_sums = defaultdict(float)
+            values, targets = [], []  # of the first pass
+            for b, minibatch in enumerate([batch, *replayed]):
+                sums = new_sums if b == 0 else replay_sums
+                sums["lag"] += (agent.version - minibatch["version"]).mean() / WORLD
+                for epoch in range(args.update_epochs):
+                    optimizer.zero_grad()
+                    for start in range(0, num_fragments, piece_fragments):
+                        piece = slice(start, start + piece_fragments)
+                        rows = {name: column[:, piece] for name, column in minibatch.items()}
+                        logits, value = forward(rows["obs"])
+                        terms, vs = impala_terms(logits[:-1], value, rows, args)
+                        for name, term in terms.items():  # its part of the mean, over all ranks too
+                            terms[name] = term.sum() / batch_size
+                            sums[name] += terms[name].detach()
+                        loss = terms["policy"] + args.vf_coef * terms["value"]
+                        loss -= ent_coef * terms["entropy"]
+                        loss.backward()
+                        if b == epoch == 0:
+                            values.append(value[:-1].detach())
+                            targets.append(vs)
+                    for parameter in agent.parameters():
+                        parameter.grad = sum_over_ranks(parameter.grad)
+                    limit = args.max_grad_norm or np.inf
+                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
+                    optimizer.step()
+                    agent.version += 1
+                    actors.publish(agent)
+
+            # Metrics
+            epochs = args.update_epochs
+            means = {name: sum_over_ranks(x).item() / epochs for name, x in new_sums.items()}
+            if not np.isfinite(sum(means.values())):
+                raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
+            replay_lag, replay_rho = None, None
+            if replayed:
+                replay_lag = sum_over_ranks(replay_sums["lag"]).item() / num_replayed
+                replay_rho = sum_over_ranks(replay_sums["rho"]).item() / num_replayed / epochs
+            explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
+            step += batch_size
+            logger.lap("learn", batch_size)
+            games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
+            count, total_return, total_length = sum_over_ranks(games).tolist()
+            metrics = {
+                "step": step,
+                "iteration": step // batch_size,
+                "episode/return": total_return / count if count else None,
+                "episode/length": total_length / count if count else None,
+                "episode/count": int(count),
+                "eval/return_train": None,
+                "eval/return_test": None,
+                "loss/policy": means["policy"],
+                "loss/value": means["value"],
+                "loss/entropy": means["entropy"],
+                "train/approx_kl": means["approx_kl"],
+                "train/rho_mean": means["rho"],
+                "train/explained_variance": explained,
+                "train/grad_norm": means["grad_norm"],
+                "train/lr": lr,
+                "train/ent_coef": ent_coef,
+                "async/policy_lag_mean": lag.mean().item(),
+                "async/policy_lag_max": int(lag.max()),
+                "replay/count": num_replayed,
+                "replay/policy_lag_mean": replay_lag,
+                "replay/rho_mean": replay_rho,
+                "time/env_s": sum(rollout["env_s"] for rollout in dataset),
+                "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
+            }
+            if own_envs and args.eval_every and step % args.eval_every < batch_size:
+                for split, result in evaluate(agent, args).items():
+                    metrics[f"eval/return_{split}"] = result["mean"]
+            metrics = logger.log(metrics)
+            recent.extend(returns)
+            if len(recent) >= 20 and np.mean(recent) > best:
+                best = float(np.mean(recent))
+                save("best.pt")
+            if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
+                save("checkpoint.pt")
+                last_save = time.monotonic()
+    except FloatingPointError:
+        raise  # these weights are not worth saving
+    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed
+        save("checkpoint.pt")
+        print(f"stopped, saved at step {step:,}: --resume {logger.folder}", file=sys.stderr)
+        raise
+    finally:
+        actors.stop()
+        logger.bar.close()
+
+    result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
+    if own_envs and args.eval_episodes and RANK == 0:
+        result["eval"] = {"step": step, "splits": evaluate(agent, args)}
+        (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
+    return result
+
+
+# --- evaluation ---
+
+
+def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+
+    Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
+    """
+    splits = {}
+    games = math.ceil(args.eval_episodes / 64)
+    for split in ["train", "test"] if args.num_levels else ["test"]:
+        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
+        seed = stream_seed(args.seed, f"{split} actions")
+        returns, lengths = play(agent, envs, games, seed, greedy)
+        envs.close()
+        mean = float(np.mean(returns))
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
+        splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
+        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    return splits
+
+
+@torch.no_grad()
+def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
+    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
+
+    (The first games to finish, whatever their environment, would be the short ones.)
+    """
+    device = next(agent.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    played = np.zeros(envs.num_envs, int)
+    returns, lengths = [], []
+    obs, _ = envs.reset()
+    while played.min() < games:
+        logits, *_ = agent(torch.from_numpy(obs).to(device))
+        action = logits.argmax(-1) if greedy else sample(logits, generator)
+        obs, _, _, _, info = envs.step(action.cpu().numpy())
+        if "episode" in info:
+            counted = info["_episode"] & (played < games)
+            returns += info["episode"]["r"][counted].tolist()
+            lengths += info["episode"]["l"][counted].tolist()
+            played += info["_episode"]
+    return returns, lengths
+
+
+# --- plumbing, the same text in all five files ---
+
+SCRIPT = Path(__file__).stem
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+class UsageError(ValueError):
+    """What the user can mend: `main` prints one line and returns 2."""
+
+
+def set_up(args: Args) -> torch.device:
+    """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(automatic if args.device == "auto" else args.device)
+        if WORLD > 1 and device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-        assert device.type in ("cpu", "cuda"), "not a device to train on"
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    if WORLD > 1 and not torch.distributed.is_initialized():  # a day: the others wait while rank 0 evaluates
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
-    if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
-        for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, 2**30)
+    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
+        ctypes.CDLL(None).mallopt(option, 2**30)
+    if WORLD > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
 
-def provenance(device) -> dict:
-    """What a result depends on beside its arguments: revision, versions, hardware."""
-    command = "git describe --always --dirty --abbrev=40"  # in a shell, where a missing git is no exception
-    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    versions = {dist.name: dist.version for dist in metadata.distributions()}
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    hardware = dict(cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu, ranks=WORLD)
-    return dict(git=git or None, versions=versions) | hardware
+def sum_over_ranks(x):
+    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+    if WORLD > 1:
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
 
 
-def get_rng_state(device) -> tuple:
-    name, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda, random.getstate(), (name, keys.tolist(), *rest)
-
-
-def set_rng_state(state: tuple, device):
-    torch.set_rng_state(state[0])
-    if device.type == "cuda" and state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-    random.setstate(state[2])
-    np.random.set_state(state[3])
-
-
-def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
-    """What args resume or evaluate, with its "path"; strict: refuse args that contradict it. None = a new run."""
-    source = args.evaluate if args.resume is None else args.resume
-    if source is None:
-        return None
-    path = Path(source or "(empty)")
-    if args.resume == "latest":
-        configs, own = Path(args.run_dir).glob("*/config.json"), f'"script": "{SCRIPT}"'.encode()
-        runs = [file.with_name("checkpoint.pt") for file in configs if own in file.read_bytes()]
-        path = max((run for run in runs if run.exists()), key=os.path.getmtime, default=Path(args.run_dir))
+def load_checkpoint(run: str) -> dict:
+    """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
     try:
-        path = path / "checkpoint.pt" if path.is_dir() else path
-        if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
-            raise ValueError
-        saved = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: a hostile file runs no code
-        script, before, known = saved["script"], saved["args"], saved["args"].keys() == vars(args).keys()
+        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        script, flags = saved["script"], saved["args"].keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"{path}: no readable checkpoint ({type(error).__name__}); is there a best.pt?") from None
-    if script != SCRIPT or not known:
-        raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
-    for name, old in before.items() if strict else ():
-        if name not in ANEW and getattr(args, name) != old:
-            given = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{given}: the run has {old}; only a new run can change it")
-    if args.resume and path.name != "checkpoint.pt" and path.with_name("checkpoint.pt").exists():
-        raise UsageError(f"--resume {path}: would overwrite the checkpoint.pt beside it, move that away first")
-    return saved | dict(path=path)
+        raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
+    if script != SCRIPT or not flags <= vars(Args()).keys():
+        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+    return saved
 
 
-def write_atomically(path: Path, data):
-    """Write beside it and rename: at any moment `path` is whole, the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+class Logger:
+    """A run's folder and what is written to it (by rank 0), progress, clocks."""
+
+    def __init__(self, args: Args, device: torch.device, step: int, total: int):
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
+        self.args = args
+        self.step = step
+        self.table = None
+        self.laps = defaultdict(float)
+        self.mark = time.perf_counter()
+        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
+        if RANK > 0:
+            return
+        if self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
+        cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
+        config = {
+            "script": SCRIPT,
+            "args": asdict(args),
+            "git": subprocess.getoutput(git),
+            "torch": torch.__version__,
+            "cpu": subprocess.getoutput(cpu),
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "ranks": WORLD,
+        }
+        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+        self.tensorboard = SummaryWriter(self.folder, purge_step=step + 1)
+        threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
+        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
+
+    def say(self, text: str):
+        if RANK == 0 and not self.args.quiet:
+            tqdm.write(text)
+
+    def lap(self, phase: str, steps: int = 0):
+        """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
+        now = time.perf_counter()
+        self.laps[f"time/{phase}_s"] += now - self.mark
+        self.mark = now
+        self.bar.update(steps)
+
+    def log(self, metrics: dict) -> dict:
+        """Add steps a second and the clocks, and write a row; None is an empty cell."""
+        sps = (metrics["step"] - self.step) / sum(self.laps.values())
+        metrics = metrics | {"time/sps": sps} | self.laps
+        self.step = metrics["step"]
+        self.laps.clear()
+        score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
+        self.bar.set_postfix_str(f"return {score}")
+        if self.bar.disable:
+            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s")
+        if RANK == 0:
+            self.write(metrics)
+        self.mark = time.perf_counter()  # what comes between two iterations is not booked
+        return metrics
+
+    def write(self, metrics: dict):
+        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+            path = self.folder / "metrics.csv"
+            lines = path.read_text().splitlines() if path.exists() else []
+            rows = [row for row in csv.DictReader(lines) if int(row["step"]) < self.step]
+            columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
+            file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
+            self.table = csv.DictWriter(file, columns, lineterminator="\n")
+            self.table.writeheader()
+            self.table.writerows(rows)
+            os.replace(file.name, path)
+        cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
+        self.table.writerow(cells)
+        for name, value in metrics.items():
+            if value is not None:
+                self.tensorboard.add_scalar(name, value, self.step)
+        self.tensorboard.flush()
+
+    def save(self, name: str, state: dict):
+        """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        if RANK == 0:
+            state |= {"script": SCRIPT, "args": asdict(self.args)}
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
+            os.replace(self.folder / "tmp.pt", self.folder / name)
+
+
+def stop(number, frame):
+    """The first signal stops the run; a second one must not cut short what saves it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main(argv=None) -> int:
-    """The command line: 0 done, 2 bad usage, 1 failure, 130 after Ctrl-C, 143 after SIGTERM."""
+    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C or SIGTERM."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # None where the caller has closed it
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        threading.excepthook = lambda hook: None  # TensorBoard's writer thread: its error is raised again in this one
         args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
-        if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
-            before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
-            args = tyro.cli(Args, args=argv, default=Args(**before))
-            args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
+        if args.resume:  # parse again, on top of the run's own flags
+            defaults = Args(**load_checkpoint(args.resume)["args"])
+            args = tyro.cli(Args, args=argv, default=defaults)
         train(args)
-        if torch.distributed.is_initialized():
-            reduced(torch.zeros(1))  # the others wait for rank 0's evaluation
-            torch.distributed.destroy_process_group()
-            sys.stdout.flush()
-            os._exit(0)  # a rank's interpreter once crashed at its end, under threads of C++
-        return 0
-    except (KeyboardInterrupt, SystemExit) as stop:
-        return getattr(stop, "code", 130)
-    except (UsageError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
-            raise
-        mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        who = f"{SCRIPT}.py" + f", rank {RANK}" * (WORLD > 1)
-        print(f"{who}: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError | ImportError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, OSError, FloatingPointError, ImportError) as error:
+        print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
 
 
 if __name__ == "__main__":

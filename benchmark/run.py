@@ -5,9 +5,9 @@
     python benchmark/run.py --suite gpu --only bigfish --jobs 4
     python benchmark/run.py --suite procgen16 --launcher slurm > array.sbatch
 
-What is done is not run again; what was interrupted is resumed from its checkpoint, at most the script's
---checkpoint-every (300 seconds) of work back; what failed is recorded with its error, does not stop the others, and
-runs again with --retry. Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command,
+What is done is not run again; what was stopped goes on from its checkpoint, what was killed from at most the script's
+--checkpoint-every (300 seconds) before; what failed is recorded with its error, does not stop the others, and runs
+again with --retry. Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command,
 revisions, hardware, versions, wall clock, final evaluation). The runs lie in --runs, a folder for each literal command:
 other flags begin anew. Other code under the same flags does not, it needs new --results (and so new --runs).
 """
@@ -20,15 +20,18 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import astuple, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "procgen-mirror")
 LIBC = ctypes.CDLL(None)  # loaded before any thread forks
 PROCGEN = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja
 plunder starpilot""".split()
@@ -41,10 +44,17 @@ WizardOfWor YarsRevenge Zaxxon""".split()
 ONE_LEVEL = "--num-levels 1 --stack none --channels 8 16 16 --num-envs 32 --num-steps 32 --minibatch-size 512"
 SMALL = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 256 --eval-episodes 4"
 BONUS = "--num-envs 16 --num-steps 128 --minibatch-size 512 --warmup-steps 200"
-OPENAI = """--num-levels 200 --total-timesteps 25000000 --num-envs 64 --num-steps 256 --minibatch-size 2048
---reshuffle --stack none --channels 16 32 32 --pool flatten --input-shift 0 --ortho-heads --norm-reward
-0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip 0.2 --vf-coef 0.25 --kl-coef 0 --lr
-5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
+TWO_CORES = "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 --num-batches-to-accumulate 1"
+NARROW = "--channels 16 32 32"
+OPENAI = """--num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle --stack none --channels 16 32 32 --pool
+flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip
+0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
+RND_512 = "--num-envs 512 --total-timesteps 2000000"
+NO_REWARD = """--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --pairs 64 --snd-net elu --snd-augment
+pixelate --fire-reset --total-timesteps 1000000"""
+REPLAY = """--channels 16 32 32 --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
+--replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005 --vtrace-lambda 0.9
+--max-grad-norm 0 --precision bf16 --sync --total-timesteps 4000000"""
 
 # suite: (script, games, number of seeds, flags), in the order in which they are run
 SUITES = {
@@ -59,17 +69,26 @@ SUITES = {
         ("ppo_procgen", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440"),
         ("ppo_procgen:bf16", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --precision bf16"),
         ("impala_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --sync"),
-        ("appo_atari", ["Pong"], 3, "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 "
-         "--num-batches-to-accumulate 1 --total-timesteps 500000"),
+        ("appo_atari", ["Pong"], 3, f"{TWO_CORES} --total-timesteps 500000"),
         ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 122880"),
         ("ppo_atari_snd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 51200"),
     ],
     "long": [  # curves of hours on two cores
-        ("ppo_procgen:narrow", ["starpilot"], 1, "--channels 16 32 32 --total-timesteps 1000000"),
+        ("ppo_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
-        ("impala_procgen:narrow", ["starpilot"], 1, "--channels 16 32 32 --total-timesteps 1000000"),
-        ("appo_atari:two-cores", ["Pong"], 1, "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 "
-         "--num-batches-to-accumulate 1 --total-timesteps 4000000"),
+        ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
+        ("appo_atari:two-cores", ["Pong"], 1, f"{TWO_CORES} --total-timesteps 4000000"),
+    ],
+    "two_cores": [  # beside published curves at equal steps; 1 to 12 hours each on one core
+        ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, RND_512),
+        ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
+        ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
+        ("ppo_procgen:narrow", ["bigfish"], 1, NARROW),
+        ("ppo_procgen:narrow-1m", ["fruitbot", "jumper", "coinrun", "bossfight"], 1,
+         f"{NARROW} --total-timesteps 1000000"),
+        ("ppo_atari_snd:no-reward", ["Breakout"], 1, NO_REWARD),
+        ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
+        ("impala_procgen:replay", ["starpilot"], 1, REPLAY),
     ],
     "gpu": [
         ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
@@ -77,7 +96,7 @@ SUITES = {
         ("ppo_atari_rnd", ["MontezumaRevenge"], 1, ""),
         ("ppo_atari_snd", ["MontezumaRevenge"], 1, ""),
         ("impala_procgen", ["bigfish", "coinrun"], 1, ""),
-        ("ppo_procgen:openai", ["coinrun"], 1, OPENAI),
+        ("ppo_procgen:openai", ["coinrun"], 1, f"--num-levels 200 --total-timesteps 25000000 {OPENAI}"),
     ],
     "procgen16": [("ppo_procgen", PROCGEN, 3, ""), ("impala_procgen", PROCGEN, 3, "")],
     "atari57": [("appo_atari", ATARI, 3, "")],
@@ -146,6 +165,13 @@ def thin(rows: list[dict], most: int = 500) -> list[dict]:
     return merged
 
 
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     """The csv and json of a finished or failed run."""
     rows, config, evaluation = [], {}, None
@@ -164,11 +190,11 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
         seconds, before = seconds + (int(row["step"]) - before) / float(row["time/sps"]), int(row["step"])
     result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
     result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
-    result |= {name: config.get(name) for name in ("git", "cpu", "cores", "gpu")}
+    result |= {name: config.get(name) for name in ("git", "cpu", "gpu")}
+    result["cores"] = len(os.sched_getaffinity(0))
     earlier = (run / "revisions").read_text().split() if (run / "revisions").exists() else []
     result["git_before"] = [git for git in dict.fromkeys(earlier) if git != str(result["git"])]
-    names = ("torch", "numpy", "gymnasium", "envpool", "procgen-mirror")
-    result["versions"] = {name: config.get("versions", {}).get(name) for name in names}
+    result["versions"] = {name: installed(name) for name in PACKAGES}
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)
     result["eval"] = evaluation
@@ -184,7 +210,7 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
 def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, stopping=(), processes=None):
     """Train one cell, or go on with it -> (csv, json) when it is done or has failed, None when it was stopped.
 
-    deadline: time.time() at which it is to have stopped; stopping: not empty when the caller wants it to; processes:
+    deadline: time.time() at which it is told to stop; stopping: not empty when the caller wants it to; processes:
     gets the training process. That one holds the cell's lock, so that no two train in one folder, has a process group
     of its own, so that a terminal's Ctrl-C reaches it once and by its parent, and ends when its parent dies.
     """
@@ -207,17 +233,15 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
                 if stopping or time.monotonic() > until:
                     return None
                 time.sleep(0.2)
-        minutes = max((deadline - time.time()) / 60, 1e-3) if deadline else 0  # 0 would be no limit
-        anew = f"--torch-threads {threads} --env-threads {threads} --quiet --max-minutes {minutes}".split()
+        anew = f"--torch-threads {threads} --env-threads {threads} --quiet".split()
         command = [sys.executable, str(ROOT / f"{job.script}.py"), *anew]
         if (run / "checkpoint.pt").exists():
             command += ["--resume", str(run), *job.command[2:]]
             with open(run / "revisions", "a") as file:  # config.json only has the last part's
                 print(json.loads((run / "config.json").read_text())["git"], file=file)
         else:
-            if run.exists():  # killed before its first checkpoint
-                for path in sorted(run.rglob("*"), reverse=True):
-                    path.rmdir() if path.is_dir() else path.unlink()
+            if run.exists():  # stopped before its first checkpoint
+                shutil.rmtree(run)
             command += [*job.command[2:], "--run-dir", str(run.parent), "--run-name", run.name]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         environment = os.environ | dict(OMP_NUM_THREADS=str(threads))
@@ -227,14 +251,19 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
             processes.append(process)
         if stopping:
             process.terminate()
-        output = process.communicate()[0]
-        if process.returncode == 0:
-            found = collect(job, run)
-            return found if found[1]["status"] == "done" else None  # else its time was up
-        if process.returncode in (130, 143, -signal.SIGTERM):
+        try:
+            output, _ = process.communicate(timeout=max(deadline - time.time(), 0) if deadline else None)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it writes its checkpoint
+            output, _ = process.communicate()
+        if process.returncode in (130, -signal.SIGTERM):
             return None
+        found = collect(job, run)
+        if process.returncode == 0 and found[1]["status"] == "done":
+            return found
         lines = [line for line in output.splitlines() if line.strip()]
-        return collect(job, run, error="\n".join(lines[-5:]) or f"exit status {process.returncode}")
+        ended = f"exit status {process.returncode}, {found[1]['steps']:,} steps"
+        return collect(job, run, error="\n".join(lines[-5:]) or ended)
 
 
 def record(job: Job, result, results: Path) -> str:

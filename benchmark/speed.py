@@ -2,21 +2,26 @@
 
     python benchmark/speed.py ppo_procgen
     python benchmark/speed.py ppo_procgen --against eager -- --num-envs 64 --num-steps 256 --minibatch-size 2048
+    python benchmark/speed.py --against HEAD~1 --script ppo_procgen appo_atari     # this tree beside another revision
 
-What follows `--` goes to the script. Every measurement is a process of its own: `--warmup` iterations, which are
-discarded, then `--iterations` of the same work. With --against, script and baseline alternate A B A B, and
-the ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a single figure does not.
-Run it with nothing else running. CPU seconds are those of all threads; peak memory is the largest resident set.
+What follows `--` goes to the script. Every measurement is a process of its own; with --against, script and baseline
+alternate A B A B, and the ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a
+single figure does not. Run it with nothing else running. CPU seconds are those of all threads.
 
-The baseline "eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a
-padded max-pool, a whole minibatch in one forward and backward, no compilation. It stands for CleanRL too, whose package
-in the registry is too old. "sync" is an asynchronous script without overlap, "rnd" the sibling at equal sizes, "ppo"
+Beside a baseline `--warmup` iterations are discarded, then `--iterations` of the same work are measured. The baseline
+"eager" does the same update the common way: float32 observations in the rollout, contiguous layout, a padded max-pool,
+a whole minibatch in one forward and backward, no compilation. "sync" is an asynchronous script without overlap, "ppo"
 ppo_procgen with the same network, else at its own defaults, "fp32" the script without the --precision bf16 or --compile
 of the flags. Peers run with a python of their own, --peer-python (benchmark/peers.sh makes them): "sample-factory"
 (2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
+
+Beside another revision, which is checked out into a temporary git worktree, whole processes are timed, from the start
+of Python to its end, nothing subtracted (but steps/s of metrics.csv without the first iteration are printed too), each
+script with the flags in PROCESSES and those after `--`, which both versions must know.
 """
 
 import argparse
+import csv
 import importlib.util
 import inspect
 import json
@@ -42,10 +47,14 @@ def load(script: str):
     return module
 
 
+class Enough(BaseException):
+    """Ends a training once enough of it is measured."""
+
+
 class Stopwatch:
     """Wall and CPU seconds of every iteration, and seconds a phase."""
 
-    batch_size = 0  # agent steps of an iteration: `child` sets it, a baseline with another size its own
+    batch_size = 0  # agent steps of an iteration
 
     def __init__(self):
         self.mark, self.rows = (time.perf_counter(), time.process_time()), []
@@ -62,27 +71,25 @@ class Stopwatch:
         self.mark, self.phases, self.lapped = now, {}, now[0]
 
 
-def measure_script(script, args) -> Stopwatch:
+def measure_script(script, args, iterations: int) -> Stopwatch:
     """Run the script's own `train`, with a stopwatch on its log line."""
-    watch, log = Stopwatch(), script.Run.log
+    watch, log = Stopwatch(), script.Logger.log
 
-    def timed_log(run, step, metrics):
-        laps = {name.removeprefix("time/").removesuffix("_s"): seconds for name, seconds in run.laps.items()}
-        result = log(run, step, metrics)
+    def timed_log(logger, metrics):
+        laps = {name.removeprefix("time/").removesuffix("_s"): seconds for name, seconds in logger.laps.items()}
+        row = log(logger, metrics)
         watch.row(**laps)
-        return result
+        watch.batch_size = row["step"] // len(watch.rows)
+        if len(watch.rows) == iterations:
+            raise Enough
+        return row
 
-    script.Run.log = timed_log
-    goes_on = script.Run.goes_on
-
-    def timed_goes_on(run, *rest):
-        if not watch.rows:
-            watch.mark = (time.perf_counter(), time.process_time())
-        return goes_on(run, *rest)
-
-    script.Run.goes_on = timed_goes_on
-    script.train(args)
-    return watch
+    script.Logger.log = timed_log
+    args.total_timesteps = 10**9  # so that asynchronous actors go on to the last measured iteration
+    try:
+        script.train(args)
+    except Enough:
+        return watch
 
 
 def plain_device(args):
@@ -127,7 +134,7 @@ def impala_net(args, shape, num_actions):
     return Net(shape, num_actions)
 
 
-def eager_ppo_procgen(script, args) -> Stopwatch:
+def eager_ppo_procgen(script, args, iterations: int) -> Stopwatch:
     """PPO the common way: what `ppo_procgen.train` computes, without any of its care for speed."""
     import numpy as np
     import torch
@@ -136,7 +143,7 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
 
     device = plain_device(args)
     torch.manual_seed(args.seed)
-    envs = script.make_envs(args, "training", args.num_envs)
+    envs = script.make_envs(args, args.num_envs, "training")
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
     net = impala_net(args, shape, envs.single_action_space.n).to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr))
@@ -145,7 +152,8 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
     logits_rows, values = torch.zeros(T, N, envs.single_action_space.n, device=device), torch.zeros(T, N, device=device)
     obs = torch.Tensor(envs.reset()[0].copy()).to(device)
     watch = Stopwatch()
-    for _ in range(args.iterations):
+    watch.batch_size = T * N
+    for _ in range(iterations):
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -197,7 +205,7 @@ def eager_ppo_procgen(script, args) -> Stopwatch:
     return watch
 
 
-def eager_ppo_atari_rnd(script, args) -> Stopwatch:
+def eager_ppo_atari_rnd(script, args, iterations: int) -> Stopwatch:
     """PPO with RND the common way: the bonus step by step, every row through target and predictor in every epoch."""
     import numpy as np
     import torch
@@ -223,7 +231,7 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
 
     device, features = plain_device(args), args.rnd_features
     torch.manual_seed(args.seed)
-    envs = script.make_envs(args, "training", args.num_envs)
+    envs = script.make_envs(args, args.num_envs, "training")
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
     net = Net(shape, envs.single_action_space.n).to(device)
     parts, size = [convolutions(1, 3, nn.LeakyReLU) for _ in range(2)], ((shape[-1] - 8) // 4 + 1 - 4) // 2 + 1 - 2
@@ -239,12 +247,13 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
     filtered, returns_var = np.zeros(N), 1.0
     obs = torch.Tensor(envs.reset()[0]).to(device)
     share, watch = args.predictor_share or min(1, 32 / N), Stopwatch()
+    watch.batch_size = T * N
 
     def normalised(frames):
         scale = torch.from_numpy(np.sqrt(var)).to(device)
         return ((frames[:, -1:] - torch.from_numpy(mean).to(device)) / scale).clamp(-5, 5).float()
 
-    for _ in range(args.iterations):
+    for _ in range(iterations):
         next_rows = torch.zeros(T, N, *shape, device=device)
         for t in range(T):
             obs_rows[t] = obs
@@ -312,7 +321,7 @@ def eager_ppo_atari_rnd(script, args) -> Stopwatch:
     return watch
 
 
-def eager_ppo_atari_snd(script, args) -> Stopwatch:
+def eager_ppo_atari_snd(script, args, iterations: int) -> Stopwatch:
     """PPO with SND-V the common way: float32 rows, contiguous layout, bonus step by step, whole minibatches at once."""
     import numpy as np
     import torch
@@ -339,7 +348,7 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
 
     device, features = plain_device(args), args.snd_features
     torch.manual_seed(args.seed)
-    envs = script.make_envs(args, "training", args.num_envs)
+    envs = script.make_envs(args, args.num_envs, "training")
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
     net, sizes = Net(shape, envs.single_action_space.n).to(device), script.SND_NETS["elu4"][1:]
     parts = [nn.Sequential(*convolutions(1, sizes, nn.ELU)) for _ in range(2)]
@@ -355,12 +364,13 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
     mean, var, count = np.zeros(shape[1:]), np.ones(shape[1:]), 1e-4
     obs = torch.Tensor(envs.reset()[0]).to(device)
     share, pairs, watch = args.predictor_share or min(1, 32 / N), args.minibatch_size // 8, Stopwatch()
+    watch.batch_size = T * N
 
     def normalised(frames):
         scale = torch.from_numpy(np.sqrt(var)).to(device)
         return ((frames[:, -1:] - torch.from_numpy(mean).to(device)) / scale).clamp(-1, 1).float()
 
-    for _ in range(args.iterations):
+    for _ in range(iterations):
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -426,7 +436,7 @@ def eager_ppo_atari_snd(script, args) -> Stopwatch:
     return watch
 
 
-def eager_impala_procgen(script, args) -> Stopwatch:
+def eager_impala_procgen(script, args, iterations: int) -> Stopwatch:
     """IMPALA the common way, one after the other: all environments act, then batches of whole fragments are learned."""
     import torch
     import torch.nn.functional as F
@@ -435,7 +445,7 @@ def eager_impala_procgen(script, args) -> Stopwatch:
 
     device = plain_device(args)
     torch.manual_seed(args.seed)
-    envs = script.make_envs(args, "training", args.num_envs)
+    envs = script.make_envs(args, args.num_envs, "training")
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
     net = impala_net(args, shape, envs.single_action_space.n).to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr))
@@ -444,7 +454,7 @@ def eager_impala_procgen(script, args) -> Stopwatch:
     obs = torch.Tensor(envs.reset()[0].copy()).to(device)
     watch, fragments = Stopwatch(), args.minibatch_size // T
     watch.batch_size = T * N
-    for _ in range(args.iterations):
+    for _ in range(iterations):
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -486,7 +496,7 @@ def eager_impala_procgen(script, args) -> Stopwatch:
     return watch
 
 
-def eager_appo_atari(script, args) -> Stopwatch:
+def eager_appo_atari(script, args, iterations: int) -> Stopwatch:
     """PPO on EnvPool Atari the common way: act, then learn; frames in [0, 1], nothing else normalised."""
     import numpy as np
     import torch
@@ -508,7 +518,7 @@ def eager_appo_atari(script, args) -> Stopwatch:
 
     device = plain_device(args)
     torch.manual_seed(args.seed)
-    envs = script.make_envs(args, "training", args.num_envs)
+    envs = script.make_envs(args, args.num_envs, "training")
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
     net = Net(shape, envs.single_action_space.n).to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=script.schedule(0, args.lr), eps=args.adam_eps)
@@ -516,7 +526,7 @@ def eager_appo_atari(script, args) -> Stopwatch:
     actions, logps, rewards, dones, values = (torch.zeros(T, N, device=device) for _ in range(5))
     obs, watch = torch.Tensor(envs.reset()[0]).to(device), Stopwatch()
     watch.batch_size = T * N
-    for _ in range(args.iterations):
+    for _ in range(iterations):
         for t in range(T):
             obs_rows[t] = obs
             with torch.no_grad():
@@ -564,28 +574,25 @@ def eager_appo_atari(script, args) -> Stopwatch:
     return watch
 
 
-def ppo(script, args) -> Stopwatch:
+def ppo(script, args, iterations: int) -> Stopwatch:
     """ppo_procgen.py at its own defaults, on the same game with the same network."""
     other = load("ppo_procgen")
     theirs = other.Args(env_id=args.env_id, channels=args.channels, pool=args.pool, stack=args.stack)
     theirs.run_dir, theirs.quiet, theirs.eval_episodes, theirs.device = args.run_dir, True, 0, args.device
     theirs.torch_threads, theirs.env_threads = args.torch_threads, args.env_threads
-    theirs.total_timesteps = args.total_timesteps // args.batch_size * theirs.batch_size  # as many iterations
-    watch = measure_script(other, theirs)
-    watch.batch_size = theirs.batch_size
-    return watch
+    return measure_script(other, theirs, iterations)
 
 
-def sync(script, args) -> Stopwatch:
+def sync(script, args, iterations: int) -> Stopwatch:
     """The script itself without overlap."""
     args.sync = True
-    return measure_script(script, args)
+    return measure_script(script, args, iterations)
 
 
-def fp32(script, args) -> Stopwatch:
+def fp32(script, args, iterations: int) -> Stopwatch:
     """The script itself in plain float32, beside its --precision bf16 or --compile."""
     args.precision, args.compile = "fp32", False
-    return measure_script(script, args)
+    return measure_script(script, args, iterations)
 
 
 def sample_factory(name: str, args, seconds: float, python: str) -> dict:
@@ -668,18 +675,10 @@ def sb3(name: str, args, options) -> dict:
     )
 
 
-def rnd(script, args) -> Stopwatch:
-    """ppo_atari_rnd.py with the same policy, rows and passes, and target and predictor of the same size."""
-    other = load("ppo_atari_rnd")
-    same = {name: value for name, value in vars(args).items() if name in other.Args.__dataclass_fields__}
-    same |= dict(net="c", rnd_net="elu4", obs_norm="std", predictor_mask="element", int_norm="none")
-    return measure_script(other, other.Args(**same | dict(rnd_features=args.snd_features)))
-
-
 BASELINES = {
     "ppo_procgen": {"eager": eager_ppo_procgen, "fp32": fp32},
     "ppo_atari_rnd": {"eager": eager_ppo_atari_rnd, "fp32": fp32},
-    "ppo_atari_snd": {"eager": eager_ppo_atari_snd, "rnd": rnd, "fp32": fp32},
+    "ppo_atari_snd": {"eager": eager_ppo_atari_snd, "fp32": fp32},
     "impala_procgen": {"eager": eager_impala_procgen, "ppo": ppo, "sync": sync, "fp32": fp32},
     "appo_atari": {"eager": eager_appo_atari, "sync": sync, "sample-factory": sample_factory, "sb3": sb3, "fp32": fp32},
 }
@@ -688,8 +687,8 @@ BASELINES = {
 # Flags that change how fast the same work is done, not how much of it, or that `child` sets itself.
 NEUTRAL = set(
     """seed device torch_threads env_threads micro_batch precision compile sync num_groups total_timesteps
-run_dir run_name quiet eval_episodes eval_every checkpoint_every keep_checkpoints max_minutes warmup_steps
-num_minibatches num_batches_to_accumulate""".split()
+run_dir run_name quiet eval_episodes eval_every checkpoint_every warmup_steps num_minibatches
+num_batches_to_accumulate""".split()
 )
 
 
@@ -704,7 +703,7 @@ def env_rate(script, args, steps: int = 200) -> float:
     """Steps per second of the environments alone under random actions: the ceiling of any script."""
     import numpy as np
 
-    envs, rng = script.make_envs(args, "training", args.num_envs), np.random.default_rng(0)
+    envs, rng = script.make_envs(args, args.num_envs, "training"), np.random.default_rng(0)
     envs.reset()
     actions = rng.integers(envs.single_action_space.n, size=(steps + 20, args.num_envs))
     for action in actions[:20]:
@@ -722,30 +721,104 @@ def child(name: str, options, flags: list[str]) -> dict:
 
     script = load(name)
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0", "--total-timesteps", str(10**9)]
+        fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=fixed + flags)
         variant, warmup = options.child, options.warmup
         if variant == "sample-factory":
             return sample_factory(variant, args, options.seconds, options.peer_python)
         if variant == "sb3":
             return sb3(variant, args, options)
-        # Asynchronous actors begin nothing beyond the run's end: its last iterations have no acting to wait for.
-        ahead = getattr(args, "num_batches_to_accumulate", -1) + 1 if variant in ("script", "fp32") else 0
         if options.against == "eager" and (others := unknown(script, args, BASELINES[name]["eager"])):
             flags = ", ".join(f"--{other.replace('_', '-')}" for other in others)
             raise script.UsageError(f"--against eager: the baseline does not follow {flags}")
-        args.total_timesteps = (options.iterations + warmup + ahead) * args.batch_size
         rate = env_rate(script, args)
-        Stopwatch.batch_size = args.batch_size
-        if variant == "script":
-            watch = measure_script(script, args)
-        else:
-            watch = BASELINES[name][variant](script, args)
-    rows = watch.rows[warmup : warmup + options.iterations]
+        measure = measure_script if variant == "script" else BASELINES[name][variant]
+        watch = measure(script, args, warmup + options.iterations)
+    rows = watch.rows[warmup:]
     steps = watch.batch_size * len(rows)
     result = {key: sum(row[key] for row in rows) / steps for key in rows[0]}  # seconds a step
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return dict(variant=variant, sps=1 / result.pop("wall"), peak_gib=peak, env_only_sps=rate, seconds_a_step=result)
+
+
+PROCESSES = {  # whole processes beside those of another revision: some iterations, about a minute on one core
+    "ppo_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 64 --num-steps 32 --minibatch-size 1024 "
+    "--total-timesteps 8192",
+    "impala_procgen": "--env-id starpilot --channels 16 32 32 --num-steps 50 --minibatch-size 400 "
+    "--total-timesteps 6400",
+    "ppo_atari_rnd": "--env-id MontezumaRevenge --num-envs 16 --num-steps 128 --minibatch-size 512 "
+    "--predictor-share 0.25 --warmup-steps 50 --total-timesteps 8192",
+    "ppo_atari_snd": "--env-id MontezumaRevenge --num-envs 16 --num-steps 64 --minibatch-size 256 "
+    "--predictor-share 0.25 --warmup-steps 20 --total-timesteps 3072",
+    "appo_atari": "--env-id Pong --num-envs 16 --minibatch-size 256 --num-minibatches 8 --total-timesteps 10240",
+}
+
+
+def process(source: Path, name: str, flags: list[str]) -> dict:
+    """A whole run of a script of `source`: seconds of the process, steps/s of its metrics.csv after iteration 1."""
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "output"), "w+") as output:
+        fixed = ["--run-dir", folder, "--run-name", "run", "--quiet", "--eval-episodes", "0"]
+        command = [sys.executable, str(source / f"{name}.py"), *flags, *fixed]
+        start = time.perf_counter()
+        running = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            _, status, used = os.wait4(running.pid, 0)
+            running.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            if running.returncode is None:
+                running.kill()
+        wall = time.perf_counter() - start
+        if running.returncode:
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if line.strip(" │╭╮╰╯─")]
+            raise RuntimeError(f"{source}/{name}.py: exit code {running.returncode}: {lines[-1]}")
+        with open(Path(folder, "run", "metrics.csv"), newline="") as file:
+            rows = [(int(row["step"]), float(row["time/sps"])) for row in csv.DictReader(file)]
+    before = [step for step, _ in rows[:-1]]
+    later = sum((step - last) / sps for last, (step, sps) in zip(before, rows[1:], strict=True))
+    rate = (rows[-1][0] - rows[0][0]) / later if later else float("nan")
+    found = dict(wall=wall, cpu=used.ru_utime + used.ru_stime, peak_gib=used.ru_maxrss / 2**20)
+    return found | dict(steps=rows[-1][0], sps=rows[-1][0] / wall, later_sps=rate)
+
+
+RATIOS = {"wall": "wall time", "cpu": "CPU time", "later": "wall time after iteration 1"}
+
+
+def revision(against: str, scripts: list[str], pairs: int, flags: list[str]) -> dict:
+    """Whole processes of another revision's scripts and of this tree's in turn: {name: figures and ratios}."""
+    results = {}
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        other = Path(folder, "worktree")
+        subprocess.run([*git, "add", "--detach", str(other), against], check=True, capture_output=True)
+        try:
+            for name in scripts:
+                results[name] = beside_revision(name, [*PROCESSES[name].split(), *flags], other, pairs)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(other)], capture_output=True)
+    return results
+
+
+def beside_revision(name: str, flags: list[str], other: Path, pairs: int) -> dict:
+    """One script: old and new in turn, printed, with the ratios old / new of each pair: above 1 the new is faster."""
+    found = {"flags": " ".join(flags), "old": [], "new": []}
+    print(f"{name}.py {found['flags']}: whole processes", flush=True)
+    for _ in range(pairs):
+        for side, source in (("old", other), ("new", ROOT)):
+            one = process(source, name, flags)
+            found[side].append(one)
+            print(f"  {side} {one['steps']:,} steps: {one['wall']:.1f} s wall, {one['cpu']:.1f} s CPU, ", end="")
+            print(f"{one['sps']:,.1f} steps/s; after iteration 1 {one['later_sps']:,.1f} steps/s", flush=True)
+    for old, new in zip(found["old"], found["new"], strict=True):
+        if old["steps"] != new["steps"]:
+            raise RuntimeError(f"{name}.py: {old['steps']} and {new['steps']} steps are not the same work")
+        found.setdefault("wall_ratios", []).append(old["wall"] / new["wall"])
+        found.setdefault("cpu_ratios", []).append(old["cpu"] / new["cpu"])
+        found.setdefault("later_ratios", []).append(new["later_sps"] / old["later_sps"])
+    for kind, text in RATIOS.items():
+        each = found[f"{kind}_ratios"]
+        print(f"  old / new, {text}: {statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})", flush=True)
+    return found
 
 
 def hardware() -> str:
@@ -772,65 +845,82 @@ def main(argv=None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     flags = argv[argv.index("--") + 1 :] if "--" in argv else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", choices=sorted(BASELINES), help="name of a script, without .py")
-    baselines = sorted({name for own in BASELINES.values() for name in own})
-    parser.add_argument("--against", choices=[*baselines, "cleanrl"], help="alternate with this baseline")
+    parser.add_argument("name", nargs="?", choices=sorted(BASELINES), help="of a script, without .py")
+    parser.add_argument("--against", help="alternate with this baseline; without a name, with this git revision")
+    parser.add_argument("--script", nargs="+", choices=sorted(BASELINES), help="beside a revision; default: all")
     parser.add_argument("--peer-python", default="python", help="the python that has sample-factory or sb3")
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
-    parser.add_argument("--pairs", type=int, default=2, help="measurements of each (A B A B = 2)")
+    parser.add_argument("--pairs", type=int, help="measurements of each, A B A B = 2; default 2, beside a revision 4")
     parser.add_argument("--iterations", type=int, default=2, help="iterations measured in each process")
     parser.add_argument("--warmup", type=int, default=1, help="iterations discarded before them")
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    for name, least in (("pairs", 1), ("iterations", 1), ("warmup", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least {least}")
+    if options.pairs is None:
+        options.pairs = 2 if options.name else 4
+    for name in ("pairs", "iterations", "warmup"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
+    if bool(options.name) == bool(options.script) and (options.name or not options.against):
+        parser.error("either the name of a script, or --against REVISION with --script NAME ...")
     if options.child:
         try:
-            print(json.dumps(child(options.script, options, flags)))
+            print(json.dumps(child(options.name, options, flags)))
         except ValueError as error:
             if type(error).__name__ != "UsageError":  # of the script's own copy of that class
                 raise
             parser.error(str(error))
         return 0
-    if options.against == "cleanrl":
-        parser.error(
-            "--against cleanrl: its newest version for Python 3.11, 0.4.8, has none of the scripts; take eager"
-        )
-    if options.against and options.against not in BASELINES[options.script]:
-        parser.error(f"--against: {options.script} has only {', '.join(BASELINES[options.script])}")
+    if options.name and options.against and options.against not in BASELINES[options.name]:
+        parser.error(f"--against {options.against}: {options.name} has {', '.join(BASELINES[options.name])}")
+    if not options.name:
+        known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{options.against}^{{commit}}"]
+        if subprocess.run(known, capture_output=True).returncode:
+            parser.error(f"--against {options.against}: no revision of this repository")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)  # rather now than after all measurements
-    print(f"{options.script} {' '.join(flags)}\n{hardware()}")
+    described = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    described = subprocess.run(described, capture_output=True, text=True).stdout.strip()
+    command = " ".join(["python", "benchmark/speed.py", *argv])
+    summary = dict(command=command, git=described, hardware=hardware())
+    print(f"{command.removeprefix('python benchmark/')}\n{hardware()}", flush=True)
+    try:
+        if options.name:
+            summary |= beside_baseline(options, flags)
+        else:
+            scripts = options.script or list(PROCESSES)
+            summary["revisions"] = revision(options.against, scripts, options.pairs, flags)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+def beside_baseline(options, flags: list[str]) -> dict:
+    """Script and baseline in turn, each measurement a process that runs `child`."""
     results = {"script": []} | ({options.against: []} if options.against else {})
     for _ in range(options.pairs):
         for variant, list_of_results in results.items():
-            command = [sys.executable, __file__, options.script, "--child", variant]
+            command = [sys.executable, __file__, options.name, "--child", variant]
             command += ["--iterations", str(options.iterations), "--warmup", str(options.warmup)]
             command += ["--against", options.against] if options.against else []
             command += ["--peer-python", options.peer_python, "--seconds", str(options.seconds), "--", *flags]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                print(done.stderr or done.stdout, file=sys.stderr)
-                return 1
+                raise RuntimeError((done.stderr or done.stdout).strip())
             list_of_results.append(json.loads(done.stdout.splitlines()[-1]))
             show(list_of_results[-1])
-    revision = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
-    revision = subprocess.run(revision, capture_output=True, text=True).stdout.strip()
-    command = " ".join(["python", "benchmark/speed.py", *argv])
-    summary = dict(command=command, git=revision, hardware=hardware(), results=results)
-    if options.against:
-        pairs = list(zip(results["script"], results[options.against], strict=True))
-        wall = [ours["sps"] / theirs["sps"] for ours, theirs in pairs]
-        cpu = [theirs["seconds_a_step"]["cpu"] / ours["seconds_a_step"]["cpu"] for ours, theirs in pairs]
-        for name, ratios in (("wall time", wall), ("CPU time", cpu)):
-            print(f"{options.against} / script, {name}: {statistics.median(ratios):.2f} ", end="")
-            print(f"({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)")
-        summary |= dict(wall_ratios=wall, cpu_ratios=cpu)
-    if options.json:
-        options.json.write_text(json.dumps(summary, indent=1) + "\n")
-    return 0
+    if not options.against:
+        return dict(results=results)
+    pairs = list(zip(results["script"], results[options.against], strict=True))
+    wall = [ours["sps"] / theirs["sps"] for ours, theirs in pairs]
+    cpu = [theirs["seconds_a_step"]["cpu"] / ours["seconds_a_step"]["cpu"] for ours, theirs in pairs]
+    for name, ratios in (("wall time", wall), ("CPU time", cpu)):
+        print(f"{options.against} / script, {name}: {statistics.median(ratios):.2f} ", end="")
+        print(f"({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)")
+    return dict(results=results, wall_ratios=wall, cpu_ratios=cpu)
 
 
 if __name__ == "__main__":
