@@ -13,16 +13,13 @@ Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU c
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
-- advantages are standardised once a rollout, not once a minibatch;
+- advantages are standardised once per rollout, not once per minibatch;
 - a rollout is cut into minibatches once, and only their order is drawn anew in each epoch;
 - no gradient clipping, a piecewise linear learning rate, frames t-3 and t as input.
 
-Departures: its batch of "at least 8,192 steps" came out as 9,600, so 9,600 it is here. PyTorch's
-Adam adds epsilon after the bias correction, TensorFlow's before it (effect not measured).
-
-Left out on purpose: films and greedy play (benchmark/evaluate.py), augmentation
-(benchmark/variants), emulator states in checkpoints (a resumed run starts new games), and
-truncation (Procgen reports none).
+Departure: PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it (effect not
+measured). Left out on purpose: films (benchmark/evaluate.py), augmentation, emulator states in
+checkpoints (a resumed run starts new games), truncation (Procgen reports none).
 """
 
 import contextlib
@@ -55,6 +52,7 @@ from tqdm import tqdm
 
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
+# step, rate, step, rate, ...
 LR = (0, 1e-4, 5e5, 8e-4, 1e6, 1e-4, 2e6, 5e-4, 3e6, 5e-5, 4e6, 2e-4, 8e6, 3e-5)
 
 
@@ -63,10 +61,10 @@ class Args:
     # run
     env_id: Literal[*GAMES] = "bigfish"  # game
     total_timesteps: int = 8_000_000  # agent steps of all environments, floored to whole iterations
-    seed: int = 1  # of weights, games, actions, minibatches; equal CPU runs write equal metrics
+    seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where none is given
+    resume: str = ""  # run folder to go on with; its flags hold where you give none
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
@@ -74,19 +72,19 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games a split at the end, the same number an environment; 0 = none
+    eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    quiet: bool = False  # no progress
+    quiet: bool = False  # only results, no progress
     # environment
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
-    start_level: int = 0  # first training level
+    start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 48  # parallel environments
-    norm_reward: float = 0  # discount of the returns that scale rewards; 0 = off, OpenAI 0.99
+    norm_reward: float = 0  # > 0: divide rewards by the deviation of returns of this discount
     # optimisation
-    num_steps: int = 200  # rollout length an environment
-    minibatch_size: int = 1024  # rows in one SGD step; what remains of a rollout is unused
+    num_steps: int = 200  # rollout length per environment
+    minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
     update_epochs: int = 3  # passes over a rollout
     lr: tuple[float, ...] = LR
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
@@ -99,10 +97,10 @@ class Args:
     clip: float = 0.2  # clip range of the probability ratio
     vf_clip: float = 30  # how far the value may move from the old one, in units of return
     vf_coef: float = 0.5  # weight of the value term, which has no 1/2 (OpenAI's 0.5 is 0.25 here)
-    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # over which rows
+    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardise advantages over this
     ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: one number, or as --lr
     kl_coef: float = 0.2  # first weight of KL(old || new), adapted to --kl-target; 0 = no penalty
-    kl_target: float = 0.01  # KL an iteration, in nats
+    kl_target: float = 0.01  # KL per iteration, in nats
     # network
     channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
     pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
@@ -115,11 +113,15 @@ def check(args: Args):
     rows = args.num_envs * args.num_steps
     if min(args.num_envs, args.num_steps, args.update_epochs) < 1:
         raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
+    if min(args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
+        raise UsageError("--num-levels, --start-level, --micro-batch, --eval-episodes: at least 0")
     if not 2 <= args.minibatch_size <= rows:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be from 2 to {rows}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    schedule(0, args.lr)
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    schedule(0, args.lr)  # raises UsageError
     schedule(0, args.ent_coef)
 
 
@@ -241,7 +243,7 @@ class Agent(nn.Module):
         return F.relu(x.flatten(1))  # after the average, as in the entry
 
     def forward(self, obs):
-        # Bytes are re-ordered before they become floats, and in place: each pass takes time.
+        # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
@@ -253,7 +255,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: it never waits."""
+    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
     race = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / race).argmax(-1)
 
@@ -273,7 +275,7 @@ def gae(reward, value, done, gamma: float, lam: float):
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
-    """What the loss is made of, a number a row: logits (B, A) and value (B,) are the new ones.
+    """What the loss is made of, each (B,): logits (B, A) and value (B,) are the new ones.
 
     policy: negated clipped surrogate (PPO, eq. 7); value: the larger of the plain and the clipped
     squared error; kl: exact KL(old || new); approx_kl: its sampled estimate r - 1 - log r.
@@ -324,8 +326,8 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
     """One number, or step, value, step, value, ...: linear between them, constant outside."""
     if len(knots) == 1:
         return knots[0]
-    steps, values = knots[0::2], knots[1::2]
-    if not steps or len(steps) != len(values) or list(steps) != sorted(set(steps)):
+    steps, values = list(knots[0::2]), list(knots[1::2])
+    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
         raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
     return float(np.interp(step, steps, values))
 
@@ -333,14 +335,14 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
 class RewardNormalizer:
     """Rewards over the running deviation of their discounted returns, clipped to +-10.
 
-    VecNormalize of OpenAI's baselines: only divided, since to centre rewards would change what is
-    optimal. (gymnasium's NormalizeReward drops what a game has gathered before its last reward.)
+    VecNormalize of OpenAI's baselines. Only divided: centring would change what is optimal.
+    (gymnasium's NormalizeReward differs: it forgets a game's returns before its last reward.)
     """
 
     def __init__(self, gamma: float, num_envs: int):
         self.gamma = gamma
         self.returns = np.zeros(num_envs)
-        self.sums = torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64)  # of 1, x, x^2; x = returns
+        self.sums = torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64)  # of 1, x and x^2
 
     def __call__(self, reward, done):
         self.returns = self.gamma * self.returns + reward
@@ -369,7 +371,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # Another rank, and a resumed run, plays other games and draws other actions.
+    # A resumed run, and another rank, plays other games and draws other actions.
     stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
     own_envs = envs is None
     if own_envs:
@@ -392,10 +394,11 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["eps"] = args.adam_eps
         normalizer.sums = saved["normalizer"]
-        kl_coef = saved["kl_coef"]
+        kl_coef = saved["kl_coef"] if args.kl_coef else 0
         best = saved["best"]
-    if stream != "training":
+    if step or RANK:
         torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = T * N // args.minibatch_size
@@ -417,7 +420,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         "logits": torch.zeros(T, N, num_actions, device=device),
         "value": torch.zeros(T, N, device=device),
     }
-    rewards = torch.zeros(T, N)
+    rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     dones = torch.zeros(T, N)
 
     logger = Logger(args, device, step, total)
@@ -426,6 +429,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     try:
         obs, _ = envs.reset()
         while step < total:
+            logger.mark = time.perf_counter()  # saving and evaluating are not booked
             # Rollout
             returns, lengths = [], []  # of the games that end
             for t in range(T):
@@ -471,7 +475,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 if epoch == 0 or args.reshuffle:
                     permutation = torch.randperm(T * N, device=device)
                     minibatches = permutation.split(args.minibatch_size)
-                epoch_kl = 0.0
+                last_epoch_kl = 0.0
                 for m in torch.randperm(num_minibatches).tolist():
                     minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
                     if args.norm_adv == "minibatch":
@@ -481,32 +485,32 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         piece = slice(start, start + micro_batch)
                         rows = {name: column[piece] for name, column in minibatch.items()}
                         terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, args.vf_clip)
-                        for name, term in terms.items():  # its part of the mean, over all ranks too
-                            terms[name] = term.sum() / (args.minibatch_size * WORLD)
-                            sums[name] += terms[name].detach()
-                        epoch_kl += terms["kl"].detach()
-                        loss = terms["policy"] + args.vf_coef * terms["value"]
-                        loss += kl_coef * terms["kl"] - ent_coef * terms["entropy"]
+                        means = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
+                        loss = means["policy"] + args.vf_coef * means["value"]
+                        loss += kl_coef * means["kl"] - ent_coef * means["entropy"]
                         loss.backward()
+                        for name, mean in means.items():
+                            sums[name] += mean.detach()
+                        last_epoch_kl += means["kl"].detach()
                     for parameter in agent.parameters():
-                        parameter.grad = sum_over_ranks(parameter.grad)
+                        parameter.grad = sum_over_ranks(parameter.grad) / WORLD
                     limit = args.max_grad_norm or np.inf
-                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
+                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     optimizer.step()
+            logger.lap("learn")
 
             # Metrics
-            num_updates = args.update_epochs * num_minibatches
+            num_updates = args.update_epochs * num_minibatches * WORLD
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
-            last_kl = sum_over_ranks(epoch_kl).item() / num_minibatches
+            last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            logger.lap("learn")
-            step += batch_size
             games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
             count, total_return, total_length = sum_over_ranks(games).tolist()
+            next_step = step + batch_size
             metrics = {
-                "step": step,
-                "iteration": step // batch_size,
+                "step": next_step,
+                "iteration": next_step // batch_size,
                 "episode/return": total_return / count if count else None,
                 "episode/length": total_length / count if count else None,
                 "episode/count": int(count),
@@ -515,7 +519,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "loss/policy": means["policy"],
                 "loss/value": means["value"],
                 "loss/entropy": means["entropy"],
-                "train/kl": last_kl,
+                "train/kl": last_kl,  # of the last epoch, to which RLlib adapts
                 "train/kl_coef": kl_coef,
                 "train/approx_kl": means["approx_kl"],
                 "train/clip_frac": means["clip_frac"],
@@ -524,13 +528,15 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
             }
-            kl_coef = next_kl_coef(kl_coef, last_kl, args.kl_target)
-            if own_envs and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and next_step % args.eval_every < batch_size
+            if due and own_envs and RANK == 0:
                 for split, result in evaluate(agent, args).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
             metrics = logger.log(metrics)
+            kl_coef = next_kl_coef(kl_coef, last_kl, args.kl_target)
+            step = next_step
             recent.extend(returns)
-            if len(recent) >= 20 and np.mean(recent) > best:
+            if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
@@ -540,7 +546,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         raise  # these weights are not worth saving
     except BaseException:  # Ctrl-C, SIGTERM, or the environments failed
         save("checkpoint.pt")
-        print(f"stopped, saved at step {step:,}: --resume {logger.folder}", file=sys.stderr)
+        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
     finally:
         logger.bar.close()
@@ -561,14 +567,14 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
     splits = {}
-    games = math.ceil(args.eval_episodes / 64)
+    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     for split in ["train", "test"] if args.num_levels else ["test"]:
         envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
         seed = stream_seed(args.seed, f"{split} actions")
         returns, lengths = play(agent, envs, games, seed, greedy)
         envs.close()
         mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
         print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
     return splits
@@ -657,6 +663,7 @@ class Logger:
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
         self.args = args
+        self.start = step
         self.step = step
         self.table = None
         self.laps = defaultdict(float)
@@ -684,9 +691,9 @@ class Logger:
         threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
 
-    def say(self, text: str):
-        if RANK == 0 and not self.args.quiet:
-            tqdm.write(text)
+    def say(self, text: str, stream=None):
+        if RANK == 0 and (stream or not self.args.quiet):
+            tqdm.write(text, stream)
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -707,14 +714,13 @@ class Logger:
             self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s")
         if RANK == 0:
             self.write(metrics)
-        self.mark = time.perf_counter()  # what comes between two iterations is not booked
         return metrics
 
     def write(self, metrics: dict):
         if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
-            rows = [row for row in csv.DictReader(lines) if int(row["step"]) < self.step]
+            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
@@ -756,6 +762,8 @@ def main(argv=None) -> int:
             defaults = Args(**load_checkpoint(args.resume)["args"])
             args = tyro.cli(Args, args=argv, default=defaults)
         train(args)
+        if WORLD > 1:
+            dist.destroy_process_group()
     except KeyboardInterrupt:
         return 130
     except (UsageError, OSError, FloatingPointError, ImportError) as error:

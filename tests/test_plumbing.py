@@ -185,7 +185,7 @@ def test_train_with_environments_of_ones_own(script):
 
 @each(ONE)
 def test_best_checkpoint(script, monkeypatch):
-    """best.pt is the best mean of the last 100 games, from 20 games on."""
+    """best.pt is the best mean of the last 100 games, the last 100 games."""
 
     class Paying(FakeVecEnv):
         """Games of one step that pay 5, then 7, then nothing."""
