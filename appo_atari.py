@@ -264,8 +264,9 @@ class RunningMoments(nn.Module):
         super().__init__()
         self.unit = unit
         self.register_buffer("sums", torch.zeros(3, *shape, dtype=torch.float64))
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("std", torch.full(shape, unit * (1 + 1e-5) ** 0.5))
+        # With a dimension more, for 4-d ones become channels_last too: normalising costs a third then.
+        self.register_buffer("mean", torch.zeros(1, *shape))
+        self.register_buffer("std", torch.full((1, *shape), unit * (1 + 1e-5) ** 0.5))
         self.sums[0] = 1
         self.sums[2] = unit**2
 
@@ -328,7 +329,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: it never waits."""
+    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
     race = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / race).argmax(-1)
 
@@ -433,8 +434,8 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
     """One number, or step, value, step, value, ...: linear between them, constant outside."""
     if len(knots) == 1:
         return knots[0]
-    steps, values = knots[0::2], knots[1::2]
-    if not steps or len(steps) != len(values) or list(steps) != sorted(set(steps)):
+    steps, values = list(knots[0::2]), list(knots[1::2])
+    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
         raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
     return float(np.interp(step, steps, values))
 
@@ -871,6 +872,7 @@ class Logger:
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
         self.args = args
+        self.start = step
         self.step = step
         self.table = None
         self.laps = defaultdict(float)
@@ -898,9 +900,9 @@ class Logger:
         threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
 
-    def say(self, text: str):
-        if RANK == 0 and not self.args.quiet:
-            tqdm.write(text)
+    def say(self, text: str, stream=None):
+        if RANK == 0 and (stream or not self.args.quiet):
+            tqdm.write(text, stream)
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -921,14 +923,13 @@ class Logger:
             self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s")
         if RANK == 0:
             self.write(metrics)
-        self.mark = time.perf_counter()  # what comes between two iterations is not booked
         return metrics
 
     def write(self, metrics: dict):
         if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
-            rows = [row for row in csv.DictReader(lines) if int(row["step"]) < self.step]
+            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
@@ -970,6 +971,8 @@ def main(argv=None) -> int:
             defaults = Args(**load_checkpoint(args.resume)["args"])
             args = tyro.cli(Args, args=argv, default=defaults)
         train(args)
+        if WORLD > 1:
+            dist.destroy_process_group()
     except KeyboardInterrupt:
         return 130
     except (UsageError, OSError, FloatingPointError, ImportError) as error:

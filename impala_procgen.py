@@ -1,34 +1,32 @@
-"""IMPALA on Procgen: the other learner of T. Tumiel's entry to the NeurIPS 2020 competition.
+"""IMPALA on Procgen: the second learner of T. Tumiel's entry to the NeurIPS 2020 competition.
 
-    python impala_procgen.py --env-id bigfish          # 8M steps, easy, unlimited levels
-    python impala_procgen.py --env-id bigfish --sync   # act, then learn: reproducible
-    python impala_procgen.py --resume runs/NAME        # go on with a stopped run
+    python impala_procgen.py --env-id bigfish         # 8M steps, easy, unlimited levels
+    python impala_procgen.py --env-id bigfish --sync  # acts, then learns: reproducible
+    python impala_procgen.py --resume runs/NAME       # go on with a stopped run
 
-IMPALA, V-trace and the network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al.
-2020, arXiv:1912.01588. Each group of environments is stepped by a thread of its own, with the
-newest weights, while the learner trains on what is complete.
+IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
+arXiv:1912.01588. Groups of environments are stepped by a thread each, with the newest weights,
+while the learner trains on what is complete.
 
-Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores. With the
-defaults 2.8, one seed: random play has 2.5, ppo_procgen.py 12.1. They are the entry's, made for
-8M steps, which were not run yet. Fragments of 64 rows and replay gave 6.3 and 5.7, two seeds:
+Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores. At its
+defaults, made for 8M steps, it does not leave random play: 2.8, one seed (a blind agent has 2.5,
+ppo_procgen.py 12.1). With fragments of 64 rows and replay it reached 6.3 and 5.7, two seeds:
     --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
     --replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005
     --vtrace-lambda 0.9 --max-grad-norm 0 --precision bf16 --sync
 
 Unlike the paper, as in the entry (RLlib 0.8 on TensorFlow 1): Adam, several passes over a batch
-with V-trace anew in each, frames t-3 and t as input, average pooling before a ReLU.
+with V-trace anew in each, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
 
-Departures, effects not measured:
-- losses are means, the entry's are sums over its 1,600 rows. Under Adam the scale cancels, but
-  not in the clip of the gradient's norm (0.5) and Adam's epsilon (1e-8): both by 1,600 here;
-- a fragment's last row is trained too, with the observation after it as bootstrap (the entry
-  drops it); actors may be 2 batches ahead (16), and groups start a random rollout apart;
-- a slot of the replay holds a batch (a fragment of one worker);
-- PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it.
+Departures, effects not measured: losses are means, the entry's sums over its 1,600 rows. Under
+Adam the scale cancels, but for the clip of the gradient's norm (0.5) and epsilon (1e-8), which are
+divided by 1,600 here. A fragment's last row is trained too (the entry only bootstraps from it).
+Actors may be 2 batches ahead (16), groups start a random rollout apart, a slot of the replay is a
+batch (a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it.
 
-Left out on purpose: the LSTM, films and greedy play (benchmark/evaluate.py), augmentation and
-reward shaping, emulator states and replay in checkpoints (a resumed run starts new games), and
-truncation (Procgen reports none).
+Left out on purpose: films and greedy play (benchmark/evaluate.py), augmentation and reward
+shaping, V-trace's limits other than 1, emulator states and replay in checkpoints (a resumed run
+starts new games), and truncation (Procgen reports none).
 """
 
 import contextlib
@@ -72,30 +70,30 @@ class Args:
     # run
     env_id: Literal[*GAMES] = "bigfish"  # game
     total_timesteps: int = 8_000_000  # agent steps of all environments, floored to whole iterations
-    seed: int = 1  # of weights, games, actions, minibatches; equal CPU runs write equal metrics
+    seed: int = 1  # equal --sync runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where none is given
+    resume: str = ""  # run folder to go on with; its flags hold where you give none
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 64 on a CPU, all on a GPU
+    micro_batch: int = 0  # rows computed at once, in whole fragments; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games a split at the end, the same number an environment; 0 = none
+    eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    quiet: bool = False  # no progress
+    quiet: bool = False  # only results, no progress
     # environment
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
-    start_level: int = 0  # first training level
+    start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 16  # parallel environments
     num_groups: int = 2  # groups of them, each stepped by a thread of its own
     # optimisation
-    num_steps: int = 200  # length of a fragment, which is the rollout of an environment
-    minibatch_size: int = 1600  # rows in one SGD step, and new ones an iteration: whole rollouts
+    num_steps: int = 200  # length of a fragment, the rollout of one environment
+    minibatch_size: int = 1600  # rows per SGD step, and new ones per iteration: whole rollouts
     update_epochs: int = 3  # passes over a batch
     lr: tuple[float, ...] = (0, 1e-4, 1e6, 5e-4, 8e6, 1e-4)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
@@ -106,12 +104,10 @@ class Args:
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead of the learner
     replay_slots: int = 0  # newest batches kept for replay; 0 = no replay
-    replay_proportion: float = 0  # replayed batches a new one, drawn uniformly from the slots
+    replay_proportion: float = 0  # replayed batches per new one, drawn uniformly from the slots
     # algorithm
     gamma: float = 0.99  # discount
-    rho_bar: float = 1  # V-trace: limit of the importance weight of a row's temporal difference
-    c_bar: float = 1  # V-trace: limit of the weights that pass later differences on
-    vtrace_lambda: float = 1  # V-trace: factor of these weights
+    vtrace_lambda: float = 1  # V-trace: factor of the weights c that pass later differences on
     vf_coef: float = 0.5  # weight of the value term, half the squared error
     ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: one number, or as --lr
     # network
@@ -126,6 +122,8 @@ def check(args: Args):
     if min(args.num_envs, args.num_groups, args.num_steps, args.update_epochs) < 1:
         flags = "--num-envs, --num-groups, --num-steps, --update-epochs"
         raise UsageError(f"{flags}: must be at least 1")
+    if min(args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
+        raise UsageError("--num-levels, --start-level, --micro-batch, --eval-episodes: at least 0")
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
     rows = args.num_envs // args.num_groups * args.num_steps
@@ -136,7 +134,9 @@ def check(args: Args):
     batch_size = args.minibatch_size * WORLD
     if args.total_timesteps < batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {batch_size}")
-    schedule(0, args.lr)
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    schedule(0, args.lr)  # raises UsageError
     schedule(0, args.ent_coef)
 
 
@@ -258,7 +258,7 @@ class Agent(nn.Module):
         return F.relu(x.flatten(1))  # after the average, as in the entry
 
     def forward(self, obs):
-        # Bytes are re-ordered before they become floats, and in place: each pass takes time.
+        # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
@@ -270,20 +270,20 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: it never waits."""
+    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
     race = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / race).argmax(-1)
 
 
-def vtrace(reward, value, done, rho, gamma: float, rho_bar: float, c_bar: float, lam: float):
-    """V-trace (Espeholt et al. 2018, section 4.1) -> targets vs, advantages, both (T, N).
+def vtrace(reward, value, done, rho, gamma: float, lam: float):
+    """V-trace (Espeholt et al. 2018, section 4.1, both limits 1) -> vs, advantages, both (T, N).
 
     reward, done: (T, N), of the step taken in row t; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of
     the present policy and the one that acted; value: (T + 1, N), of the present critic.
     """
     discount = gamma * (1 - done)
-    c = lam * rho.clamp(max=c_bar)
-    rho = rho.clamp(max=rho_bar)
+    rho = rho.clamp(max=1)
+    c = lam * rho
     delta = rho * (reward + discount * value[1:] - value[:-1])
     correction = torch.zeros_like(value)  # vs - V; beyond the last row V itself is the target
     for t in reversed(range(len(reward))):
@@ -294,24 +294,23 @@ def vtrace(reward, value, done, rho, gamma: float, rho_bar: float, c_bar: float,
 
 
 def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Tensor]:
-    """What the loss is made of, a number a row, and the value's targets, (T, N).
+    """What the loss is made of, and the value's targets, each (T, N).
 
-    logits: (T, N, A) and value: (T + 1, N) are the new ones. policy: -log pi(a) A (IMPALA,
-    section 4.2); value: half the squared error; approx_kl: KL(mu || pi), estimated by rho - 1 -
-    log rho.
+    logits (T, N, A) and value (T + 1, N) are the new ones. policy: -log pi(a) A (IMPALA, section
+    4.2); value: half the squared error; approx_kl: KL(mu || pi), estimated by rho - 1 - log rho.
     """
     logp = logits.log_softmax(-1)
     action_logp = logp.gather(-1, rows["action"][..., None]).squeeze(-1)
     log_rho = action_logp.detach() - rows["logp"]
     rho = log_rho.exp()
-    limits = (args.rho_bar, args.c_bar, args.vtrace_lambda)
-    vs, advantage = vtrace(rows["reward"], value.detach(), rows["done"], rho, args.gamma, *limits)
+    reward, done = rows["reward"], rows["done"]
+    vs, advantage = vtrace(reward, value.detach(), done, rho, args.gamma, args.vtrace_lambda)
     terms = {
         "policy": -action_logp * advantage,
         "value": (value[:-1] - vs) ** 2 / 2,
         "entropy": -(logp.exp() * logp).sum(-1),
         "approx_kl": rho - 1 - log_rho,
-        "rho": rho.clamp(max=args.rho_bar),
+        "rho": rho.clamp(max=1),
     }
     return terms, vs
 
@@ -326,8 +325,8 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
     """One number, or step, value, step, value, ...: linear between them, constant outside."""
     if len(knots) == 1:
         return knots[0]
-    steps, values = knots[0::2], knots[1::2]
-    if not steps or len(steps) != len(values) or list(steps) != sorted(set(steps)):
+    steps, values = list(knots[0::2]), list(knots[1::2])
+    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
         raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
     return float(np.interp(step, steps, values))
 
@@ -397,36 +396,36 @@ class Actors:
 
 @torch.no_grad()
 def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
-    """T steps of a group's N environments -> columns (T, N), finished games, seconds.
+    """T steps of a group's N environments: columns (T, N), finished games, seconds.
 
-    Row t = (obs_t, a_t, log mu(a_t|obs_t), r_{t+1}, done_{t+1}, version_t of the policy mu). There
-    is one more obs, which bootstraps the last row.
+    Row t = (obs_t, a_t, log mu(a_t|obs_t), version_t of the policy mu, r_{t+1}, done_{t+1}). There
+    is one obs more, which bootstraps the last row.
     """
     device = next(actors.agent.parameters()).device
     N = group.envs.num_envs
-    obs = torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device)
-    actions = torch.zeros(T, N, dtype=torch.int64, device=device)
-    logps = torch.zeros(T, N, device=device)
+    columns = {
+        "obs": torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device),
+        "action": torch.zeros(T, N, dtype=torch.int64, device=device),
+        "logp": torch.zeros(T, N, device=device),
+        "version": torch.zeros(T, N, device=device),
+    }
     rewards = torch.zeros(T, N)
     dones = torch.zeros(T, N)
-    versions = torch.zeros(T, N)
     returns, lengths = [], []  # of the games that end
     policy_s, env_s = 0.0, 0.0
-    mark = time.perf_counter()
     for t in range(T):
         if actors.stopped.is_set():
             return {}  # which nobody reads
+        start = time.perf_counter()
         agent = actors.agent  # the newest, and the same one for all of this step
-        obs[t] = torch.from_numpy(group.obs)
-        logits, _ = agent(obs[t])
+        columns["obs"][t] = torch.from_numpy(group.obs)
+        logits, _ = agent(columns["obs"][t])
         action = sample(logits, group.generator)
-        actions[t] = action
-        logps[t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
-        versions[t] = agent.version
+        columns["action"][t] = action
+        columns["logp"][t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+        columns["version"][t] = agent.version
         action = action.cpu().numpy()
-        now = time.perf_counter()
-        policy_s += now - mark
-        mark = now
+        acted = time.perf_counter()
         group.obs, reward, terminated, truncated, info = group.envs.step(action)
         group.done = terminated | truncated
         if "episode" in info:
@@ -434,20 +433,12 @@ def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
             lengths += info["episode"]["l"][info["_episode"]].tolist()
         rewards[t] = torch.from_numpy(np.float32(reward))
         dones[t] = torch.from_numpy(group.done)
-        now = time.perf_counter()
-        env_s += now - mark
-        mark = now
-    obs[T] = torch.from_numpy(group.obs)
-    columns = {
-        "obs": obs,
-        "action": actions,
-        "logp": logps,
-        "reward": rewards.to(device),
-        "done": dones.to(device),
-        "version": versions.to(device),
-    }
+        policy_s += acted - start
+        env_s += time.perf_counter() - acted
+    columns["obs"][T] = torch.from_numpy(group.obs)
+    columns |= {"reward": rewards.to(device), "done": dones.to(device)}
     games = {"returns": returns, "lengths": lengths}
-    return {"columns": columns, "env_s": env_s, "policy_s": policy_s} | games
+    return {"columns": columns, "policy_s": policy_s, "env_s": env_s} | games
 
 
 # --- training ---
@@ -469,7 +460,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # Another rank, and a resumed run, plays other games and draws other actions.
+    # A resumed run, and another rank, plays other games and draws other actions.
     stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
     own_envs = envs is None
     if own_envs:
@@ -490,19 +481,24 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     agent.version = 0  # SGD steps so far
     network = torch.compile(agent) if args.compile else agent
     if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
+        eps = args.adam_eps
+        optimizer = torch.optim.Adam(agent.parameters(), eps=eps, fused=True)
     else:
-        optimizer = torch.optim.RMSprop(agent.parameters(), alpha=0.99, eps=args.rmsprop_eps)
+        eps = args.rmsprop_eps
+        optimizer = torch.optim.RMSprop(agent.parameters(), alpha=0.99, eps=eps)
     best = -np.inf
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["eps"] = eps
         best = saved["best"]
+    if step or RANK:
+        torch.manual_seed(stream_seed(args.seed, stream))
     groups = []
     for g in range(args.num_groups):
         seed = stream_seed(args.seed, f"{stream} actions {g}")
         groups.append(Group(envs[g], seed, device, head_start=g * T))
-    replay_rng = random.Random(stream_seed(args.seed, f"replay from {step}"))  # of all ranks
+    replay_rng = random.Random(args.seed)  # the same draws on all ranks
     ring = deque(maxlen=args.replay_slots)
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_fragments = args.minibatch_size // T
@@ -513,11 +509,11 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         """(T + 1, N, C, H, W) -> logits (T + 1, N, A), value (T + 1, N), in micro-batches."""
         logits, values = [], []
         frames = obs.flatten(0, 1)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            for piece in frames.chunk(math.ceil(len(frames) / micro_batch)):
+        for piece in frames.chunk(math.ceil(len(frames) / micro_batch)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
                 piece_logits, piece_value = network(piece)
-                logits.append(piece_logits)
-                values.append(piece_value)
+            logits.append(piece_logits)
+            values.append(piece_value)
         return torch.cat(logits).unflatten(0, obs.shape[:2]), torch.cat(values).view(obs.shape[:2])
 
     def save(name: str):
@@ -526,14 +522,15 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         logger.save(name, state)
 
     logger = Logger(args, device, step, total)
-    rollouts_a_batch = args.minibatch_size // (T * N)
-    rollouts = (total - step) // batch_size * rollouts_a_batch
+    rollouts_per_batch = args.minibatch_size // (T * N)
+    rollouts = math.ceil((total - step) / batch_size) * rollouts_per_batch
     ahead = 0 if args.sync else args.num_batches_to_accumulate
-    actors = Actors(groups, agent, impala_rollout, T, rollouts_a_batch, ahead, rollouts)
+    actors = Actors(groups, agent, impala_rollout, T, rollouts_per_batch, ahead, rollouts)
     last_save = time.monotonic()
     metrics = {}
     try:
         while step < total:
+            logger.mark = time.perf_counter()  # saving and evaluating are not booked
             # Batch: whole rollouts, side by side; the next ones are under way meanwhile
             dataset = actors.dataset()
             batch = {}
@@ -557,50 +554,50 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             new_sums = defaultdict(float)  # of the SGD steps' means
             replay_sums = defaultdict(float)
             values, targets = [], []  # of the first pass
-            for b, minibatch in enumerate([batch, *replayed]):
-                sums = new_sums if b == 0 else replay_sums
-                sums["lag"] += (agent.version - minibatch["version"]).mean() / WORLD
-                for epoch in range(args.update_epochs):
-                    optimizer.zero_grad()
-                    for start in range(0, num_fragments, piece_fragments):
-                        piece = slice(start, start + piece_fragments)
-                        rows = {name: column[:, piece] for name, column in minibatch.items()}
-                        logits, value = forward(rows["obs"])
-                        terms, vs = impala_terms(logits[:-1], value, rows, args)
-                        for name, term in terms.items():  # its part of the mean, over all ranks too
-                            terms[name] = term.sum() / batch_size
-                            sums[name] += terms[name].detach()
-                        loss = terms["policy"] + args.vf_coef * terms["value"]
-                        loss -= ent_coef * terms["entropy"]
-                        loss.backward()
-                        if b == epoch == 0:
-                            values.append(value[:-1].detach())
-                            targets.append(vs)
-                    for parameter in agent.parameters():
-                        parameter.grad = sum_over_ranks(parameter.grad)
-                    limit = args.max_grad_norm or np.inf
-                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
-                    optimizer.step()
-                    agent.version += 1
-                    actors.publish(agent)
+            passes = [batch] * args.update_epochs
+            for old_batch in replayed:
+                passes += [old_batch] * args.update_epochs
+            for p, minibatch in enumerate(passes):
+                sums = new_sums if p < args.update_epochs else replay_sums
+                optimizer.zero_grad()
+                for start in range(0, num_fragments, piece_fragments):
+                    piece = slice(start, start + piece_fragments)
+                    rows = {name: column[:, piece] for name, column in minibatch.items()}
+                    logits, value = forward(rows["obs"])
+                    terms, vs = impala_terms(logits[:-1], value, rows, args)
+                    means = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
+                    loss = means["policy"] + args.vf_coef * means["value"]
+                    loss -= ent_coef * means["entropy"]
+                    loss.backward()
+                    for name, mean in means.items():
+                        sums[name] += mean.detach()
+                    if p == 0:
+                        values.append(value[:-1].detach())
+                        targets.append(vs)
+                for parameter in agent.parameters():
+                    parameter.grad = sum_over_ranks(parameter.grad) / WORLD
+                limit = args.max_grad_norm or np.inf
+                sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
+                optimizer.step()
+                agent.version += 1
+                actors.publish(agent)
+            logger.lap("learn", batch_size)
 
             # Metrics
-            epochs = args.update_epochs
-            means = {name: sum_over_ranks(x).item() / epochs for name, x in new_sums.items()}
+            num_passes = args.update_epochs * WORLD
+            means = {name: sum_over_ranks(x).item() / num_passes for name, x in new_sums.items()}
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            replay_lag, replay_rho = None, None
+            replay_rho = None
             if replayed:
-                replay_lag = sum_over_ranks(replay_sums["lag"]).item() / num_replayed
-                replay_rho = sum_over_ranks(replay_sums["rho"]).item() / num_replayed / epochs
+                replay_rho = sum_over_ranks(replay_sums["rho"]).item() / num_passes / num_replayed
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
-            step += batch_size
-            logger.lap("learn", batch_size)
             games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
             count, total_return, total_length = sum_over_ranks(games).tolist()
+            next_step = step + batch_size
             metrics = {
-                "step": step,
-                "iteration": step // batch_size,
+                "step": next_step,
+                "iteration": next_step // batch_size,
                 "episode/return": total_return / count if count else None,
                 "episode/length": total_length / count if count else None,
                 "episode/count": int(count),
@@ -618,17 +615,18 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
                 "replay/count": num_replayed,
-                "replay/policy_lag_mean": replay_lag,
                 "replay/rho_mean": replay_rho,
                 "time/env_s": sum(rollout["env_s"] for rollout in dataset),
                 "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
             }
-            if own_envs and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and next_step % args.eval_every < batch_size
+            if due and own_envs and RANK == 0:
                 for split, result in evaluate(agent, args).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
             metrics = logger.log(metrics)
+            step = next_step
             recent.extend(returns)
-            if len(recent) >= 20 and np.mean(recent) > best:
+            if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
@@ -638,7 +636,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         raise  # these weights are not worth saving
     except BaseException:  # Ctrl-C, SIGTERM, or an actor failed
         save("checkpoint.pt")
-        print(f"stopped, saved at step {step:,}: --resume {logger.folder}", file=sys.stderr)
+        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
     finally:
         actors.stop()
@@ -660,14 +658,14 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
     splits = {}
-    games = math.ceil(args.eval_episodes / 64)
+    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     for split in ["train", "test"] if args.num_levels else ["test"]:
         envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
         seed = stream_seed(args.seed, f"{split} actions")
         returns, lengths = play(agent, envs, games, seed, greedy)
         envs.close()
         mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
         print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
     return splits
@@ -756,6 +754,7 @@ class Logger:
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
         self.args = args
+        self.start = step
         self.step = step
         self.table = None
         self.laps = defaultdict(float)
@@ -783,9 +782,9 @@ class Logger:
         threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
 
-    def say(self, text: str):
-        if RANK == 0 and not self.args.quiet:
-            tqdm.write(text)
+    def say(self, text: str, stream=None):
+        if RANK == 0 and (stream or not self.args.quiet):
+            tqdm.write(text, stream)
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -806,14 +805,13 @@ class Logger:
             self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s")
         if RANK == 0:
             self.write(metrics)
-        self.mark = time.perf_counter()  # what comes between two iterations is not booked
         return metrics
 
     def write(self, metrics: dict):
         if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
-            rows = [row for row in csv.DictReader(lines) if int(row["step"]) < self.step]
+            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
@@ -855,6 +853,8 @@ def main(argv=None) -> int:
             defaults = Args(**load_checkpoint(args.resume)["args"])
             args = tyro.cli(Args, args=argv, default=defaults)
         train(args)
+        if WORLD > 1:
+            dist.destroy_process_group()
     except KeyboardInterrupt:
         return 130
     except (UsageError, OSError, FloatingPointError, ImportError) as error:

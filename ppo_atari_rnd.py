@@ -1,257 +1,228 @@
-"""PPO with Random Network Distillation on Atari: Burda et al. 2018, arXiv:1810.12894, in one file.
+"""PPO with Random Network Distillation on Atari: Burda et al. 2018, arXiv:1810.12894.
 
-    python ppo_atari_rnd.py --env-id MontezumaRevenge      # 492M agent steps = 1.97e9 frames, as published
+    python ppo_atari_rnd.py --env-id MontezumaRevenge               # 492M steps, 1.97e9 frames
+    python ppo_atari_rnd.py --env-id MontezumaRevenge --memory gru  # the paper's recurrent policy
+    python ppo_atari_rnd.py --resume runs/NAME                      # go on with a stopped run
 
-Facts of the authors' code are from github.com/openai/random-network-distillation. Results: README.md (no long run yet).
-Unlike most PPO: two value heads with a discount each; intrinsic returns run on through the ends of games; no
-normalisation of advantages, no clipping of values or gradients; minibatches are whole environments in a fixed order;
-the bonus of step t is for the newest frame of o_{t+1}, under the observation statistics of the rollouts before.
-Departures: EnvPool emulates (next-step autoreset: a game's last frame has a bonus of its own and the new game's first
-frame another, on the row whose ignored action is masked, theirs only the second; a new game fills the frame stack,
-theirs starts with zeros; one no-op frame at the start, which EnvPool cannot do without); a game cut at the time
-limit bootstraps from its last observation, theirs ends there; PyTorch's Adam adds its epsilon after the bias
-correction; their published scores are those of the recurrent policy, here --memory gru with PyTorch's cell. Effects not
-measured.
+A frame is novel, and pays a bonus, where a trained network fails to predict what a fixed random
+network makes of it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
+arXiv:1506.02438. Setting: github.com/openai/random-network-distillation.
+
+Measured: no score at published lengths yet (the paper's 8,152 on Montezuma's Revenge is the
+recurrent policy's). Pitfall, 122,880 steps in 16 environments on 2 CPU cores: -72 +- 16 (standard
+error over 3 seeds). Montezuma's Revenge, 299,008 steps, one seed each: 167 places seen with the
+bonus and 182 with `--int-coef 0`, all in the first room: no gain at this length.
+
+Unlike most PPO, as in the authors' code:
+- two value heads with a discount each; intrinsic returns run on through the ends of games;
+- no normalisation of advantages, no clipping of values or gradients;
+- minibatches are whole environments, the same ones in each epoch;
+- the bonus of step t is for the newest frame of o_{t+1}, under the frame statistics of the
+  rollouts before, and is divided by the deviation of a running discounted sum of bonuses.
+
+Departures, effects not measured: EnvPool plays one no-op at a game's start, fills the frame stack
+with the first frame (theirs: zeros), and shows a game's last frame, with a bonus of its own, before
+the next game's first. A game cut at the time limit bootstraps from its last observation (theirs
+ends). Frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1}). PyTorch's Adam adds
+epsilon after the bias correction; its GRU cell has the reset gate in another place.
+
+Left out on purpose: other authors' networks and bonuses, films and greedy play
+(benchmark/evaluate.py), emulator states in checkpoints (a resumed run starts new games).
 """
 
 import contextlib
-import copy
+import csv
 import ctypes
 import difflib
 import io
 import json
+import math
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-import zipfile
+from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-try:
-    import gymnasium as gym
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-    import tyro
-    from gymnasium.vector import AutoresetMode
-    from torch import nn
-    from torch.utils.tensorboard import SummaryWriter
-    from tqdm import tqdm
-except (ModuleNotFoundError, KeyboardInterrupt) as error:
-    if __name__ != "__main__":
-        raise
-    print(f"{error}: pip install -r requirements.txt" if str(error) else "", file=sys.stderr)
-    sys.exit(2 if str(error) else 130)
-
-SCRIPT = "ppo_atari_rnd"
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # under torchrun
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # for each process
-ENV_THREADS = CORES  # by default
-CHANNELS = 1  # of one frame
-ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM holds the number of the room
-RND_NETS = {  # activation, then width, kernel, stride and padding of each convolution
-    "openai": ("leaky", (32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)),
-    "elu": ("elu", (32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)),
-    "elu4": ("elu", (16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)),
-}
-VARIANTS = {  # of michalnand's policies: convolutions, widths of the layers after them
-    "a": (("relu", (32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)), (448, 448)),
-    "b": (("relu", (64, 8, 4, 2), (64, 3, 2, 1), (128, 3, 1, 1)), (800,)),
-    "c": (("relu", (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)), (512,)),
-    "d": (("relu", (128, 8, 8, 0)), (512,)),
-}
-TERMS = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac")
-# fmt: off
-COLUMNS = (
-    "step", "iteration", "episode/count", "episode/return", "episode/length", "episode/rooms", "episode/rooms_ever",
-    *TERMS, "loss/predictor", "train/grad_norm", "train/explained_variance", "train/lr", "train/valid_frac",
-    "int/reward_raw", "int/reward_norm", "int/return_std", "int/explained_variance", "eval/return",
-    "time/sps", "time/env_s", "time/policy_s", "time/bonus_s", "time/learn_s",
-)
-# fmt: on
-
-
-class UsageError(ValueError):
-    """What the user can mend: `main` prints one line and returns 2."""
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 
 @dataclass
 class Args:
-    # process: this first group may differ when a run is resumed or evaluated (ANEW)
-    resume: str | None = None  # go on from this run folder, or checkpoint in it; latest = newest of --run-dir
-    evaluate: str | None = None  # run folder or checkpoint to play without training; writes eval.json beside it
+    # run
+    env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
+    total_timesteps: int = 491_520_000  # agent steps of all environments, 4 frames each
+    seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
+    run_dir: str = "runs"  # folder of all runs
+    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
+    resume: str = ""  # run folder to go on with; its flags hold where you give none
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 = autocast; off until measured on a GPU
-    micro_batch: int = 0  # rows computed at once: same gradient, less memory; 0 = 256 on a CPU, all on a GPU
-    total_timesteps: int = 491_520_000  # agent steps, all envs together, floored to whole iterations
-    checkpoint_every: float = 300  # seconds between checkpoints, at iteration starts; 0 = every iteration
-    keep_checkpoints: int = 0  # also keep this many of the newest under their step, step_<step>.pt
-    max_minutes: float = 0  # stop before the iteration that would pass this many minutes, warm-up included; 0 = never
-    eval_episodes: int = 100  # games at the end, rounded up to the same number an env; 0 = none
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
+    micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
+    checkpoint_every: float = 300  # seconds between checkpoints
+    eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    greedy: bool = False  # evaluate with argmax instead of sampled actions
-    video: bool = False  # film the first game of the final evaluation: video/game.mp4
-    track: bool = False  # log to Weights & Biases too (package wandb, set up by its WANDB_* variables)
-    quiet: bool = False  # no progress bar and no line an iteration
-    run_dir: str = "runs"  # folder of all runs
-    # run
-    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    seed: int = 1  # weights, games, actions, predictor's rows: equal CPU runs write equal metrics
+    quiet: bool = False  # only results, no progress
     # environment
-    env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    repeat_action_probability: float = 0.25  # sticky actions: chance that a raw frame repeats the last action
-    frame_skip: int = 4  # raw frames an action; the last two are merged by maximum
-    noop_max: int = 1  # most no-op frames at an episode's start; EnvPool needs one
-    fire_reset: bool = False  # press FIRE at an episode's start
+    repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
+    noop_max: int = 1  # most no-ops at a game's start, at least 1
+    fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
     frame_size: Literal[84, 96] = 84  # pixels a side, grey
     stack: int = 4  # frames shown
     num_envs: int = 128  # parallel environments
     # optimisation
-    num_steps: int = 128  # rollout length an env
-    minibatch_size: int = 4096  # rows in one SGD step
-    minibatches: Literal["envs", "permuted", "drawn"] = "envs"  # whole envs in order; shuffled rows; with replacement
+    num_steps: int = 128  # rollout length per environment
+    minibatch_size: int = 4096  # rows per SGD step: those of whole environments
     update_epochs: int = 4  # passes over a rollout
-    lr: tuple[str, ...] = ("1e-4",)  # learning rate: one number, or step:rate knots in agent steps, linear between
-    adam_eps: float = 1e-8  # Adam's epsilon
-    max_grad_norm: float = 0  # clip the norm of the policy network's gradient; 0 = no clipping
-    target_return: float | None = None  # stop when an iteration's mean return reaches this
+    lr: tuple[float, ...] = (1e-4,)
+    """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
     # algorithm
     gamma: float = 0.999  # discount of the game's rewards
-    gamma_int: float = 0.99  # discount of intrinsic rewards
+    gamma_int: float = 0.99  # discount of the bonus
     gae_lambda: float = 0.95  # GAE's lambda, of both
     clip: float = 0.1  # clip range of the probability ratio
     vf_coef: float = 1  # weight of the value term, half the squared error of each head
-    ent_coef: float = 0.001  # weight of the entropy bonus
-    ext_coef: float = 2  # weight of the game's advantages; 0 = explore only, its value head is not learned either
-    int_coef: float = 1  # weight of intrinsic advantages; 0 = plain PPO, likewise
-    int_episodic: bool = False  # intrinsic returns end with the game
-    bonus_on: Literal["next", "current"] = "next"  # whose frame's novelty rewards step t: o_{t+1}'s or o_t's
-    obs_norm: Literal["std", "mean"] = "std"  # frames of the bonus: (x - mean) / std clipped to 5, or (x - mean) / 255
-    int_reward: Literal["mean", "half_sum"] = "mean"  # of the squared errors of the features
-    int_norm: Literal["filter", "std", "none"] = "filter"  # divide by the deviation of: the filtered reward, itself
-    int_clip: float = 0  # upper limit of the normalised intrinsic reward; 0 = none
-    predictor_mask: Literal["sample", "element"] = "sample"  # what the share is drawn of: rows, or rows x features
-    predictor_share: float = 0  # share of a minibatch that trains the predictor; 0 = min(1, 32 / all ranks' envs)
-    memory: Literal["none", "gru"] = "none"  # gru: the paper's recurrent policy; whole environments are a minibatch
-    net: Literal["openai", "a", "b", "c", "d"] = "openai"  # policy: the paper's CNN, or one of michalnand's four
-    critic_init: float = 0.1  # gain of the initial weights of the critic's hidden layer
-    rnd_net: Literal["openai", "elu", "elu4"] = "openai"  # target and predictor: the paper's, two of michalnand's
-    rnd_features: int = 512  # outputs of target and predictor, width of the predictor's hidden layers
-    warmup_steps: int = 6400  # steps an env of random play that start the observation statistics
-
-    batch_size = property(lambda self: self.num_envs * self.num_steps * WORLD)  # of all ranks
-    iterations = property(lambda self: self.total_timesteps // self.batch_size)
-
-    def validate(self):
-        """Raise UsageError for what would train nothing or train on NaN."""
-        batch = self.batch_size // WORLD
-        low = dict(num_envs=1, num_steps=1, update_epochs=1, minibatch_size=2, noop_max=1)
-        low |= dict(frame_skip=1, stack=1, max_episode_steps=1, rnd_features=1, warmup_steps=1)
-        low |= dict(eval_episodes=int(bool(self.eval_every or self.evaluate)), total_timesteps=self.batch_size)
-        high = dict(gamma=1, gamma_int=1, gae_lambda=1, minibatch_size=batch, seed=2**32 - 1, torch_threads=1024)
-        high |= dict(repeat_action_probability=1, predictor_share=1, noop_max=1000, frame_skip=100, stack=100)
-        high |= dict(max_episode_steps=2**31 - 1, env_threads=1024)
-        for name, value in vars(self).items():
-            least, most = low.get(name, 0), high.get(name, 10**15)
-            if isinstance(value, int | float) and name != "target_return" and not least <= value <= most:
-                size = f" (an iteration is {batch * WORLD})" * (name in ("minibatch_size", "total_timesteps"))
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least} to {most}{size}")
-        if self.minibatch_size % (self.num_steps if self.minibatches == "envs" else 1) or batch % self.minibatch_size:
-            allowed = ", ".join(str(n * self.num_steps) for n in range(1, self.num_envs + 1) if self.num_envs % n == 0)
-            rule = f"rows of whole environments: {allowed}" if self.minibatches == "envs" else f"a divisor of {batch}"
-            raise UsageError(f"--minibatch-size {self.minibatch_size}: must be {rule}")
-        if self.memory == "gru" and (self.net != "openai" or self.minibatches != "envs" or self.compile):
-            raise UsageError("--memory gru: only with --net openai and --minibatches envs, not with --compile")
-        if self.resume is not None and self.evaluate is not None:
-            raise UsageError("--resume, --evaluate: one of the two")
-        schedule(0, self.lr, "--lr")
+    ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
+    ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
+    int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
+    predictor_share: float = 0  # of rows that train the predictor; 0 = min(1, 32 / environments)
+    warmup_steps: int = 6400  # random steps per environment that start the frame statistics
+    # network
+    memory: Literal["none", "gru"] = "none"  # the paper's CNN or recurrent policy
+    rnd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
 
 
-ANEW = list(Args.__dataclass_fields__)[: list(Args.__dataclass_fields__).index("run_name")]
+def check(args: Args):
+    """Raise UsageError for what would train nothing or train on NaN."""
+    T = args.num_steps
+    rows = args.num_envs * T
+    if min(args.num_envs, T, args.update_epochs) < 1:
+        raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
+    if min(args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
+        raise UsageError("--warmup-steps, --micro-batch, --eval-episodes: at least 0")
+    if args.minibatch_size < 1 or rows % args.minibatch_size or args.minibatch_size % T:
+        rule = f"a multiple of --num-steps {T} and a divisor of {rows}"
+        raise UsageError(f"--minibatch-size {args.minibatch_size}: must be {rule}")
+    if args.total_timesteps < rows * WORLD:
+        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    if args.memory == "gru" and args.compile:
+        raise UsageError("--compile: not with --memory gru, whose loop over time it would unroll")
+    schedule(0, args.lr)  # raises UsageError
+    schedule(0, args.ent_coef)
 
 
-def stream_seed(seed: int, stream: str) -> int:
-    """A 31-bit hash: neither neighbouring seeds nor different streams (training, evaluation) share random numbers."""
-    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
+# --- environment ---
 
-
-def make_envs(args: Args, split: str, num_envs: int) -> gym.vector.VectorEnv:
-    """EnvPool's Atari as args say; `split`, training or game (evaluation), decides the random stream."""
-    with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
-        import envpool
-    registered = envpool.registration.registry.specs
-    games = [name.removesuffix("-v5") for name, (path, *_) in registered.items() if path == "envpool.atari"]
-    game = args.env_id.removesuffix("-v5")
-    if game not in games:
-        close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
-        raise UsageError(f"--env-id {args.env_id}: no Atari game of EnvPool; did you mean {', '.join(close)}?")
-    # EnvPool's own `seed` gives env i seed + i: neighbouring seeds would share nearly all games.
-    seeds = np.random.SeedSequence(stream_seed(args.seed, split)).generate_state(num_envs) >> 1
-    options = dict(num_envs=num_envs, num_threads=args.env_threads or ENV_THREADS, env_seed=seeds.tolist())
-    options |= dict(repeat_action_probability=args.repeat_action_probability, frame_skip=args.frame_skip)
-    options |= dict(use_fire_reset=args.fire_reset, episodic_life=args.episodic_life, reward_clip=True)
-    options |= dict(max_episode_steps=args.max_episode_steps, noop_max=args.noop_max, stack_num=args.stack)
-    options |= dict(img_height=args.frame_size, img_width=args.frame_size)
-    return AtariEnvs(envpool.make(f"{game}-v5", env_type="gymnasium", **options), num_envs, ROOM_BYTE.get(game))
-
-
-def splits(args: Args) -> list[str]:
-    """What evaluation plays."""
-    return ["game"]
-
-
-def normalized(args: Args, mean: float) -> dict:
-    """No normalised scores here."""
-    return {}
-
-
-def score(reward, ended, cut, info) -> tuple:
-    """Of a step: unclipped reward, whether the whole game ended (not just a life), rooms seen in it; each (N,)."""
-    over = (info.get("terminated", ended) > 0) | cut
-    return info.get("reward", reward), over, info["rooms"].sum(1) if "rooms" in info else np.full(len(reward), np.nan)
+ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has the room's number
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """EnvPool's Atari as a VectorEnv: uint8 (N, frames, S, S), newest frame last, next-step autoreset.
+    """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action and shows the next game's first observation, with reward 0. Rewards are
-    signs. `info`: reward, not clipped; terminated, of the game (`terminated` is also a lost life with episodic_life);
-    lives; elapsed_step; ram; rooms, (N, 256), those visited in this game, where the game's RAM has them.
+    The step after an end ignores its action, has reward 0 and shows the next first observation:
+    it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
+    With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it, with the number
+    of rooms that the game has seen beside (0 where the console's RAM does not tell).
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
     def __init__(self, pool, num_envs: int, room_byte: int | None):
-        self.pool, self.num_envs, self.room_byte = pool, num_envs, room_byte
-        self.single_observation_space = gym.spaces.Box(0, 255, pool.observation_space.shape, np.uint8)
+        self.pool = pool
+        self.num_envs = num_envs
+        self.room_byte = room_byte
+        frames = pool.observation_space.shape
+        self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms, self.over = np.zeros((num_envs, 256), bool), np.zeros(num_envs, bool)
+        self.rooms_ever = np.zeros(256, bool)  # of all games
 
     def reset(self, *, seed=None, options=None):
-        """New games; EnvPool is seeded when it is made."""
-        self.rooms[:], self.over[:] = False, False
+        self.done = np.zeros(self.num_envs, bool)
+        self.episode_returns = np.zeros(self.num_envs)
+        self.episode_lengths = np.zeros(self.num_envs, int)
+        self.rooms = np.zeros((self.num_envs, 256), bool)  # of the present games
         return self.pool.reset()
 
     def step(self, actions):
-        obs, reward, ended, cut, info = self.pool.step(actions)
+        obs, reward, terminated, truncated, info = self.pool.step(actions)
+        self.episode_returns += np.where(self.done, 0, info["reward"])
+        self.episode_lengths += ~self.done
+        self.done = terminated | truncated
         if self.room_byte is not None:
-            self.rooms[self.over] = False
-            self.rooms[np.arange(self.num_envs), info["ram"][:, self.room_byte]] = True
-            self.over = (info["terminated"] > 0) | cut
-            info["rooms"] = self.rooms.copy()
-        return obs, reward, ended, cut, info
+            room = info["ram"][:, self.room_byte]
+            self.rooms[np.arange(self.num_envs), room] = True
+            self.rooms_ever[room] = True
+        over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
+        if over.any():
+            returns, lengths = self.episode_returns, self.episode_lengths
+            info["episode"] = {"r": returns, "l": lengths, "rooms": self.rooms.sum(1)}
+            info["_episode"] = over
+            self.episode_returns = np.where(over, 0, self.episode_returns)
+            self.episode_lengths = np.where(over, 0, self.episode_lengths)
+            self.rooms[over] = False
+        return obs, reward, terminated, truncated, info
+
+
+def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
+    """EnvPool's Atari as args say. `stream` names its random numbers."""
+    with contextlib.redirect_stderr(io.StringIO()):  # it imports gym, which prints a banner
+        import envpool
+    specs = envpool.registration.registry.specs
+    games = [name.removesuffix("-v5") for name in specs if specs[name][0] == "envpool.atari"]
+    game = args.env_id.removesuffix("-v5")
+    if game not in games:
+        close = ", ".join(difflib.get_close_matches(game, games, 3, 0.4) or sorted(games))
+        raise UsageError(f"--env-id {game}: no Atari game of EnvPool; did you mean {close}?")
+    if args.noop_max < 1:
+        raise UsageError(f"--noop-max {args.noop_max}: at least 1, EnvPool crashes without")
+    # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share games.
+    seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
+    pool = envpool.make(
+        f"{game}-v5",
+        env_type="gymnasium",
+        num_envs=num_envs,
+        num_threads=args.env_threads or CORES,
+        env_seed=seeds.tolist(),
+        repeat_action_probability=args.repeat_action_probability,
+        noop_max=args.noop_max,
+        use_fire_reset=args.fire_reset,
+        episodic_life=args.episodic_life,
+        reward_clip=True,
+        max_episode_steps=args.max_episode_steps,
+        img_height=args.frame_size,
+        img_width=args.frame_size,
+        stack_num=args.stack,
+    )
+    return AtariEnvs(pool, num_envs, ROOM_BYTE.get(game))
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """A 31-bit hash: neither neighbouring seeds nor different streams share random numbers."""
+    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
+
+
+# --- network ---
 
 
 def layer(module, gain: float = 2**0.5):
@@ -261,113 +232,86 @@ def layer(module, gain: float = 2**0.5):
     return module
 
 
-def convolutions(channels: int, net, gain: float = 2**0.5):
-    """Of net = (activation, (width, kernel, stride, padding), ...): each convolution with the activation; flattened."""
-    layers = []
-    for width, *shape in net[1:]:
-        activation = dict(relu=nn.ReLU(), elu=nn.ELU(), leaky=nn.LeakyReLU(0.2))[net[0]]
-        layers += [layer(nn.Conv2d(channels, width, *shape), gain), activation]
-        channels = width
-    return nn.Sequential(*layers, nn.Flatten())
+def convolutions(channels: int, last_kernel: int, activation) -> nn.Sequential:
+    """The paper's three; policy and random network differ in the last kernel and the activation."""
+    return nn.Sequential(
+        layer(nn.Conv2d(channels, 32, 8, stride=4)),
+        activation,
+        layer(nn.Conv2d(32, 64, 4, stride=2)),
+        activation,
+        layer(nn.Conv2d(64, 64, last_kernel)),
+        activation,
+        nn.Flatten(),
+    )
 
 
 class Agent(nn.Module):
-    """The paper's policies: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): the game's, the intrinsic; memory.
+    """The paper's policies: uint8 (B, C, H, W) -> logits (B, A), values (B, 2), memory.
 
-    The CNN is the one of the size of the RNN. `gru`: B rows are those of n environments, each one's in order of time;
-    memory (n, 256) is what they begin with, and the third result what they end with; fresh (B,) marks rows that begin
-    with none.
+    Values are those of the game and of the bonus. With --memory gru the B rows are those of n
+    environments, one after the other, each in the order of time; memory (n, 256) is what they
+    begin with and, as a result, end with. It is forgotten after a row whose `valid` (B,) is 0.
     """
 
-    def __init__(self, obs_shape, num_actions: int, gru: bool = False, critic_init: float = 0.1):
+    def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.trunk = convolutions(obs_shape[0], ("relu", (32, 8, 4, 0), (64, 4, 2, 0), (64, 4, 1, 0)))
-        size, self.memory = self.trunk(torch.zeros(1, *obs_shape)).shape[1], 256 * gru
-        self.hidden1, width = layer(nn.Linear(size, 256)), 256 if gru else 448
-        self.hidden2 = nn.GRUCell(256, 256) if gru else layer(nn.Linear(256, 448))
-        for name, gates in self.hidden2.named_parameters() if gru else ():
-            nn.init.orthogonal_(gates) if name.startswith("weight") else nn.init.zeros_(gates)
+        self.memory_size = 256 if args.memory == "gru" else 0
+        self.convs = convolutions(obs_shape[0], 4, nn.ReLU())
+        num_features = self.convs(torch.zeros(1, *obs_shape)).shape[1]
+        self.hidden1 = layer(nn.Linear(num_features, 256))
+        if self.memory_size:
+            width = 256
+            self.hidden2 = nn.GRUCell(256, 256)
+            nn.init.orthogonal_(self.hidden2.weight_ih)
+            nn.init.orthogonal_(self.hidden2.weight_hh)
+            nn.init.zeros_(self.hidden2.bias_ih)
+            nn.init.zeros_(self.hidden2.bias_hh)
+        else:
+            width = 448  # for about as many weights
+            self.hidden2 = layer(nn.Linear(256, width))
         self.residual_policy = layer(nn.Linear(width, width), 0.1)
-        self.residual_value = layer(nn.Linear(width, width), critic_init)
-        self.policy, self.value = layer(nn.Linear(width, num_actions), 0.01), layer(nn.Linear(width, 2), 0.01)
+        self.residual_value = layer(nn.Linear(width, width), 0.1)
+        self.policy = layer(nn.Linear(width, num_actions), 0.01)
+        self.value = layer(nn.Linear(width, 2), 0.01)
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, obs, memory=None, fresh=None):
-        x = F.relu(self.hidden1(self.trunk(obs.contiguous(memory_format=torch.channels_last).float().div_(255))))
-        if self.memory:
-            steps, fresh, states = x.view(len(memory), -1, 256), fresh.view(len(memory), -1, 1), []
-            for t in range(steps.shape[1]):
-                memory = self.hidden2(steps[:, t], memory * (1 - fresh[:, t])).float()
-                states.append(memory)
+    def forward(self, obs, memory, valid):
+        # Bytes are re-ordered before they become floats, and in place: each pass takes time.
+        x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
+        x = F.relu(self.hidden1(self.convs(x)))
+        if self.memory_size:
+            x = x.unflatten(0, (len(memory), -1))
+            valid = valid.view(len(memory), -1, 1)
+            states = []
+            for t in range(x.shape[1]):
+                states.append(self.hidden2(x[:, t], memory).float())
+                memory = states[t] * valid[:, t]
             x = torch.stack(states, 1).flatten(0, 1)
         else:
             x = F.relu(self.hidden2(x))
-        policy, value = x + F.relu(self.residual_policy(x)), x + F.relu(self.residual_value(x))
-        with torch.autocast(x.device.type, enabled=False):
-            return self.policy(policy.float()), self.value(value.float()), memory
-
-
-class Attention(nn.Module):
-    """Self-attention of the positions of a map (B, C, H, W), one head, unscaled; then a residual 1 x 1 convolution."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.query, self.key, self.value = (layer(nn.Linear(channels, channels), 1.0) for _ in range(3))
-        self.mix = layer(nn.Conv2d(channels, channels, 1))
-
-    def forward(self, x):
-        positions = x.flatten(2).mT
-        weights = (self.query(positions) @ self.key(positions).mT).softmax(-1)
-        x = (weights @ self.value(positions)).mT.reshape(x.shape)
-        return x + F.relu(self.mix(x))
-
-
-class Variant(nn.Module):
-    """michalnand's policies A to D, as `Agent` without memory."""
-
-    memory = 0
-
-    def __init__(self, obs_shape, num_actions: int, net: str, critic_init: float = 0.1):
-        super().__init__()
-        self.residual, (convs, widths) = net == "a", VARIANTS[net]
-        self.trunk = convolutions(obs_shape[0], convs)
-        for _ in range(2 if net == "d" else 0):
-            self.trunk.insert(len(self.trunk) - 1, Attention(convs[-1][0]))
-        size = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
-        for width in widths:
-            self.trunk.extend([layer(nn.Linear(size, width)), nn.ReLU()])
-            size = width
-        self.hidden_policy, self.hidden_value = (
-            layer(nn.Linear(size, size), 0.01),
-            layer(nn.Linear(size, size), critic_init),
-        )
-        self.policy, self.value = layer(nn.Linear(size, num_actions), 0.01), layer(nn.Linear(size, 2), 0.01)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, obs, memory=None, fresh=None):
-        x = self.trunk(obs.contiguous(memory_format=torch.channels_last).float().div_(255))
-        policy, value = F.relu(self.hidden_policy(x)), self.hidden_value(x)
-        value = F.relu(value) + value * self.residual
-        with torch.autocast(x.device.type, enabled=False):
+        policy = x + F.relu(self.residual_policy(x))
+        value = x + F.relu(self.residual_value(x))
+        with torch.autocast(x.device.type, enabled=False):  # bf16 would round the values
             return self.policy(policy.float()), self.value(value.float()), memory
 
 
 class RunningMoments(nn.Module):
-    """Mean and deviation of all rows so far, element by element: sums of 1, x and x^2 in float64."""
+    """Mean and deviation of all rows so far, element by element; saved with the weights."""
 
-    def __init__(self, shape=(), count: float = 1e-4):
+    def __init__(self, shape: tuple[int, ...] = ()):
         super().__init__()
-        prior = torch.tensor([count, 0, count], dtype=torch.float64)  # `count` observations of mean 0 and variance 1
-        self.register_buffer("sums", prior.view(3, *[1] * len(shape)).repeat(1, *shape))
+        self.register_buffer("sums", torch.zeros(3, *shape, dtype=torch.float64))  # of 1, x, x^2
+        self.sums[[0, 2]] = 1e-4  # 1e-4 rows of mean 0 and variance 1
 
-    def update(self, x, unit: float = 1.0):
-        """x: (B, *shape), measured in `unit`; pixels in float32, which is fast and exact for sums of 256 rows."""
+    def update(self, x):
+        """x: (B, *shape). Pixels are summed in float32, which is exact for 256 rows."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
-        for part in x.split(256):
-            part = part.float() if x.dtype == torch.uint8 else part.double()
-            new[1:] += torch.stack([part.sum(0).double() / unit, part.square().sum(0).double() / unit**2])
-        self.sums += reduced(new)
+        for rows in x.split(256):
+            rows = rows.float() if x.dtype == torch.uint8 else rows.double()
+            new[1] += rows.sum(0)
+            new[2] += rows.square().sum(0)
+        self.sums += sum_over_ranks(new)
 
     def mean(self):
         return self.sums[1] / self.sums[0]
@@ -377,663 +321,587 @@ class RunningMoments(nn.Module):
 
 
 class RND(nn.Module):
-    """A fixed random network, its trained predictor, and the running statistics of frames and of intrinsic returns."""
+    """A fixed random network, its predictor, the statistics of frames and of bonuses."""
 
-    def __init__(self, size: int, num_envs: int, features: int = 512, obs_norm: str = "std", net: str = "openai"):
+    def __init__(self, frame_shape: tuple[int, int, int], features: int):
         super().__init__()
-        self.obs_norm, self.frames, self.returns = obs_norm, RunningMoments((1, size, size)), RunningMoments()
-        self.register_buffer("filtered", torch.zeros(num_envs, dtype=torch.float64))  # forward filter, one an env
-        self.target, self.predictor = (convolutions(1, RND_NETS[net]) for _ in range(2))
-        width = self.target(torch.zeros(1, 1, size, size)).shape[1]
+        self.frames = RunningMoments(frame_shape)
+        self.returns = RunningMoments()
+        self.discounted = 0.0  # (N,), not saved: a resumed run begins new games
+        self.target = convolutions(1, 3, nn.LeakyReLU(0.2))
+        self.predictor = convolutions(1, 3, nn.LeakyReLU(0.2))
+        width = self.target(torch.zeros(1, *frame_shape)).shape[1]
         self.target.append(layer(nn.Linear(width, features)))
-        for inputs in (width, features):
-            self.predictor.extend([layer(nn.Linear(inputs, features)), nn.ReLU() if net == "openai" else nn.ELU()])
-        self.predictor.append(layer(nn.Linear(features, features)))
-        for one, other in zip(self.target, self.predictor, strict=False) if net == "elu4" else ():
-            if hasattr(one, "weight"):  # coupled: halves of one orthogonal matrix
-                halves = nn.init.orthogonal_(one.weight.new_empty(2, *one.weight.shape).flatten(0, 1), 2**0.5)
-                one.weight.data, other.weight.data = halves.chunk(2)
+        self.predictor.append(layer(nn.Linear(width, features)))
+        for _ in range(2):
+            self.predictor.append(nn.ReLU())
+            self.predictor.append(layer(nn.Linear(features, features)))
         self.target.requires_grad_(False)
         self.to(memory_format=torch.channels_last)
 
     def preprocess(self, frames):
-        """uint8 (B, 1, S, S) -> float32, under the statistics so far."""
+        """uint8 (B, 1, H, W) -> float32, under the statistics so far."""
         x = frames.float() - self.frames.mean().float()
-        return (x / self.frames.std().float()).clamp(-5, 5) if self.obs_norm == "std" else x / 255
+        return (x / self.frames.std().float()).clamp(-5, 5)
 
     @torch.no_grad()
-    def bonus(self, frames, reward: str = "mean"):
-        """Prediction errors, uint8 (B, 1, S, S) -> (B,): the mean over features, or half their sum."""
-        x = self.preprocess(frames)
-        error = (self.predictor(x) - self.target(x)).square()
-        return error.mean(1) if reward == "mean" else error.sum(1) / 2
+    def features(self, frames):
+        """What the predictor is to learn: uint8 (B, 1, H, W) -> (B, features)."""
+        return self.target(self.preprocess(frames)).float()
 
-    def normalize(self, bonus, gamma: float, kind: str = "filter"):
-        """(T, N) -> (T, N), divided by a running deviation, which sees these rows first; never centred.
+    def error(self, frames, features):
+        """Squared error of the predictor, a mean over features: (B,). Both bonus and loss."""
+        prediction = self.predictor(self.preprocess(frames)).float()
+        return (prediction - features).square().mean(1)
 
-        filter: the deviation of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ..., along time in each env, through ends and
-        rollouts (OpenAI's reward forward filter); std: of the bonus itself; none: as it is.
+    def normalize(self, bonus, gamma: float):
+        """(T, N) -> (T, N), over the deviation of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
+
+        These sums run along time in each environment, on through the ends of games and rollouts,
+        and enter the deviation first. To centre bonuses would change what is optimal.
         """
-        for row in bonus if kind != "none" else ():
-            self.filtered = (gamma * self.filtered if kind == "filter" else 0) + row.double()
-            self.returns.update(self.filtered)
-        return bonus if kind == "none" else bonus / self.returns.std().float()
+        for row in bonus:
+            self.discounted = gamma * self.discounted + row.double()
+            self.returns.update(self.discounted)
+        return bonus / self.returns.std().float()
+
+
+# --- mathematics ---
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,), by a race of exponentials: unlike multinomial it never waits."""
-    return (logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=generator)).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
+    race = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / race).argmax(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), the last row bootstraps.
-    A termination has no future value; any end (`done`) cuts the trace.
+    reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of row t's
+    observation. A termination has no future value; any end (`done`) cuts the trace.
     """
-    delta, decay = reward + gamma * value[1:] * (1 - terminated) - value[:-1], gamma * lam * (1 - done)
-    advantage, trace = torch.zeros_like(reward), torch.zeros_like(reward[0])
+    delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
+    advantage = torch.zeros_like(reward)
+    trace = torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        advantage[t] = trace = delta[t] + decay[t] * trace
+        trace = delta[t] + gamma * lam * (1 - done[t]) * trace
+        advantage[t] = trace
     return advantage
 
 
-def ppo_terms(logits, values, action, advantage, targets, old_logp, heads, clip: float):
-    """The five TERMS of each row, (5, B); logits are (B, A), values and targets (B, 2), heads (2,), the rest (B,).
+def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
+    """What the loss is made of, a number a row: logits (B, A) and values (B, 2) are the new ones.
 
-    Negated clipped surrogate (PPO, eq. 7), half the squared errors of the value heads (times `heads`), entropy, the
-    sampled estimate r - 1 - log r of KL(old || new), and whether the ratio r is outside the clip range.
+    policy: negated clipped surrogate (PPO, eq. 7); value: half the squared errors of the heads
+    in use (2,); approx_kl: the sampled estimate r - 1 - log r of KL(old || new).
     """
     logp = logits.log_softmax(-1)
-    log_ratio = logp.gather(-1, action[:, None]).squeeze(-1) - old_logp
+    log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
     ratio = log_ratio.exp()
-    policy = -torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    value_error, entropy = 0.5 * ((values - targets).square() * heads).sum(-1), -(logp.exp() * logp).sum(-1)
-    return torch.stack([policy, value_error, entropy, ratio - 1 - log_ratio, ((ratio - 1).abs() > clip).float()])
+    surrogate = ratio * rows["advantage"]
+    clipped_surrogate = ratio.clamp(1 - clip, 1 + clip) * rows["advantage"]
+    return {
+        "policy": -torch.min(surrogate, clipped_surrogate),
+        "value": 0.5 * ((values - rows["target"]) ** 2 * in_use).sum(-1),
+        "entropy": -(logp.exp() * logp).sum(-1),
+        "approx_kl": ratio - 1 - log_ratio,
+        "clip_frac": ((ratio - 1).abs() > clip).float(),
+    }
 
 
-def order(kind: str, T: int, N: int, epochs: int):
-    """Rows of a rollout, indices into (T, N) flattened, in the order of their updates: (epochs, T * N).
-
-    envs: whole environments, the same order in every epoch; permuted: one permutation for all epochs; drawn: with
-    replacement.
-    """
-    if kind == "drawn":
-        return torch.randint(T * N, (epochs, T * N))
-    return (torch.arange(T * N).view(T, N).T.flatten() if kind == "envs" else torch.randperm(T * N)).expand(epochs, -1)
+def explained_variance(value, target) -> float | None:
+    """1 - Var(target - value) / Var(target); None where targets do not vary."""
+    variance = target.var()
+    return 1 - ((target - value).var() / variance).item() if variance > 0 else None
 
 
-def among_ranks(collective, *args):
-    """Call a collective of torch.distributed; ConnectionError where another rank is lost."""
-    try:
-        collective(*args)
-    except RuntimeError as error:
-        raise ConnectionError(f"another of the {WORLD} ranks is lost: {str(error).splitlines()[0]}") from None
-
-
-def reduced(x):
-    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
-    if WORLD > 1:
-        among_ranks(torch.distributed.all_reduce, x := x.clone(memory_format=torch.contiguous_format))
-    return x
-
-
-def reduce_gradients(parameters):
-    """Replace gradients by their sums over torchrun's ranks, in one flat all-reduce; None stays where all have None."""
-    if WORLD > 1:
-        parameters = list(parameters)
-        flat = [torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten() for p in parameters]
-        given = reduced(torch.tensor([p.grad is not None for p in parameters]).int()).tolist()
-        for p, grad, some in zip(parameters, reduced(torch.cat(flat)).split([*map(len, flat)]), given, strict=True):
-            p.grad = torch.empty_like(p).copy_(grad.view_as(p)) if some else None  # fused Adam needs the strides of p
-
-
-def schedule(step: int, knots, flag: str = "") -> float:
-    """The value at `step`: linear between "step:value" knots, constant outside them; a bare value is constant."""
-    try:
-        pairs = ((knot if ":" in knot else f"0:{knot}").split(":") for knot in knots)
-        steps, values = zip(*(map(float, pair) for pair in pairs), strict=True)
-    except ValueError:
-        steps, values = (0,), (-1,)
-    if sorted(set(steps)) != list(steps) or not np.isfinite(steps).all() or not all(0 <= x < 1e9 for x in values):
-        raise UsageError(f"{flag} {' '.join(knots)}: must be step:value pairs in order, such as 0:1e-4 1e6:5e-4")
+def schedule(step: int, knots: tuple[float, ...]) -> float:
+    """One number, or step, value, step, value, ...: linear between them, constant outside."""
+    if len(knots) == 1:
+        return knots[0]
+    steps, values = list(knots[0::2]), list(knots[1::2])
+    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
+        raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
     return float(np.interp(step, steps, values))
 
 
-def warm_up(envs, frames: RunningMoments, args: Args, episodes, seen, run):
-    """Random play until the frame statistics have seen args.warmup_steps of every env -> last observation, ends."""
-    over, same_step = np.zeros(args.num_envs, bool), envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    for t in range(args.warmup_steps):
-        actions = torch.randint(envs.single_action_space.n, (args.num_envs,)).numpy()
-        obs, reward, ended, cut, info = envs.step(actions)
-        episodes.step(*score(reward, ended, cut, info), ~over | same_step)  # their games go on in the first rollout
-        seen |= info["rooms"].any(0) if "rooms" in info else False
-        over = ended | cut
-        frames.update(torch.as_tensor(obs[:, -1:], device=frames.sums.device))
-        if (t + 1) % -(-args.warmup_steps // 10) == 0:
-            note = f"warm-up of the observation statistics: {t + 1:,} of {args.warmup_steps:,} steps an env"
-            run.say(note) if run.bar.disable else run.bar.write(note, file=sys.stderr)
-    run.mark = time.perf_counter()  # it belongs to no iteration
-    run.bar.unpause()
-    return obs, over
+# --- training ---
 
 
 def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
-    """Train (with args.evaluate: only play); returns the last metrics, "run" (the folder) and "eval" (the splits).
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
 
-    envs: any VectorEnv with uint8 (C, S, S) observations, newest frame last, discrete actions and a declared autoreset
-    mode, next-step or same-step; it is neither seeded, evaluated nor closed here. None = EnvPool as args say. With
-    args.resume, the other args must be those of the run: Args(**torch.load(path)["args"]). Raises UsageError, OSError
-    (disk), FloatingPointError (a loss that is not finite), KeyboardInterrupt and SystemExit (checkpoint written).
+    envs: a VectorEnv with next-step autoreset, uint8 (C, H, W) observations, newest frame last,
+    discrete actions. It is not seeded, evaluated or closed. None = EnvPool's Atari as args say.
+    Raises UsageError, OSError, FloatingPointError (a loss is not finite), KeyboardInterrupt.
     """
-    args.validate()
-    device, saved, own = choose_device(args), load_checkpoint(args, strict=True), envs is None
-    if saved and saved.get("own_envs", own) != own:
-        raise UsageError(f"{saved['path']}: its run {'had not' if own else 'had'} envs of its own; pass envs likewise")
-    if args.resume and saved["step"] >= args.iterations * args.batch_size:
-        step, evaluated = saved["step"], saved["path"].with_name("eval.json")  # which may be of an older checkpoint
-        if not args.eval_episodes or evaluated.exists() and f'"step": {step},' in evaluated.read_text():
-            print(f"{args.resume} is finished at step {step:,}; a larger --total-timesteps goes on with it")
-            return dict(step=step, run=str(evaluated.parent))
-    # A resumed run must not replay the emulators' random numbers, which no checkpoint can save.
-    stream = f"training from {saved['step']}" if args.resume and saved["step"] else "training"
-    stream += f" of rank {RANK}" * (RANK > 0)
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(args.seed if stream == "training" else stream_seed(args.seed, stream))
-    envs = make_envs(args, stream, 1 if args.evaluate else args.num_envs) if own else envs
-    T, N, obs_shape, A = args.num_steps, args.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
-    autoreset = envs.metadata.get("autoreset_mode")
-    if not args.evaluate and envs.num_envs != N or autoreset not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
-        raise UsageError(f"--num-envs {N}: given {envs.num_envs} envs with autoreset {autoreset}")
-    if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 36:
-        raise UsageError(f"observations of shape {obs_shape}: must be (frames, S, S) with S at least 36")
-    same_step = autoreset == AutoresetMode.SAME_STEP
-    kind, choice = (Agent, args.memory == "gru") if args.net == "openai" else (Variant, args.net)
-    agent = kind(obs_shape, A, choice, args.critic_init).to(device)
-    rnd = RND(obs_shape[-1], N, args.rnd_features, args.obs_norm, args.rnd_net).to(device)
+    check(args)
+    device = set_up(args)
+    T, N = args.num_steps, args.num_envs
+    batch_size = T * N * WORLD
+    total = args.total_timesteps // batch_size * batch_size
+    saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
+    step = saved["step"]
+    # Another rank, and a resumed run, plays other games and draws other actions.
+    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    own_envs = envs is None
+    if own_envs:
+        envs = make_envs(args, N, stream)
+    else:
+        args = replace(args, env_id=type(envs.unwrapped).__name__)
+        envs = RecordEpisodeStatistics(envs)
+    if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
+        raise UsageError(f"--num-envs {N}: needs {N} environments, next-step autoreset; not {envs}")
+    obs_shape = envs.single_observation_space.shape
+    num_actions = envs.single_action_space.n
+    if len(obs_shape) != 3 or min(obs_shape[1:]) < 44:
+        raise UsageError(f"observations of shape {obs_shape}: must be (C, H, W) from 44 pixels on")
+
+    torch.manual_seed(args.seed)  # equal first weights on all ranks
+    agent = Agent(obs_shape, num_actions, args).to(device)
+    rnd = RND((1, *obs_shape[1:]), args.rnd_features).to(device)
     network = torch.compile(agent) if args.compile else agent
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
-    # -> logits (B, A), values (B, 2), memory
-    forward = autocast(lambda obs, memory, fresh: network(torch.as_tensor(obs, device=device), memory, fresh))
-    act = torch.no_grad()(forward)
-    weights = [*agent.parameters(), *rnd.predictor.parameters()]
-    optimizer = torch.optim.Adam(weights, lr=0.0, eps=args.adam_eps, fused=True)
+    parameters = [*agent.parameters(), *rnd.predictor.parameters()]
+    optimizer = torch.optim.Adam(parameters, fused=True)
+    rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs enters new ones
+    best = -np.inf
+    if args.resume:
+        agent.load_state_dict(saved["agent"])
+        rnd.load_state_dict(saved["rnd"])
+        optimizer.load_state_dict(saved["optimizer"])
+        rooms_ever |= saved["rooms_ever"].numpy()
+        best = saved["best"]
+    if stream != "training":
+        torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
-    micro_batch = -(-micro_batch // T) * T if args.memory == "gru" else micro_batch  # rows of whole environments
-    num_minibatches, share = T * N // args.minibatch_size, args.predictor_share or min(1, 32 / N / WORLD)
+    if args.memory == "gru":
+        micro_batch = math.ceil(micro_batch / T) * T  # whole environments
+    share = args.predictor_share or min(1, 32 / (N * WORLD))
+    in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
+    recent = deque(maxlen=100)  # returns of the last games
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 
-    step, metrics, episodes, over, (obs, _) = 0, {}, Episodes(N), np.zeros(N, bool), envs.reset()
-    seen = np.zeros(256, bool)  # rooms, ever
-    memory, fresh = torch.zeros(N, agent.memory, device=device), np.ones(N, bool)  # fresh: the next row has none
+    def forward(obs, memory, valid):
+        with autocast:
+            return network(obs, memory, valid)
+
+    def save(name: str):
+        state = {"step": step, "best": best, "rooms_ever": torch.from_numpy(rooms_ever)}
+        state |= {"agent": agent.state_dict(), "rnd": rnd.state_dict()}
+        state |= {"optimizer": optimizer.state_dict()}
+        logger.save(name, state)
+
+    # Row t = (obs_t, memory_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
+    # done_{t+1}, valid_t). The row after an end is no transition, its action is ignored: it is not
+    # valid, which masks policy and value loss. But its next frame is a new game's first, which no
+    # other row shows: it has a bonus and trains the predictor, or dying would be novel for ever.
+    rollout = {
+        "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
+        "memory": torch.zeros(T, N, agent.memory_size, device=device),
+        "action": torch.zeros(T, N, dtype=torch.int64, device=device),
+        "logp": torch.zeros(T, N, device=device),
+        "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
+        "valid": torch.zeros(T, N, device=device),
+    }
+    rewards = torch.zeros(T, N)
+    terminations = torch.zeros(T, N)
+    dones = torch.zeros(T, N)
+
+    logger = Logger(args, device, step, total)
+    last_save = time.monotonic()
+    metrics = {}
     try:
-        if saved:
-            step, seen = saved["step"], saved["seen"].numpy()
-            agent.load_state_dict(saved["agent"])
-            rnd.load_state_dict(saved["rnd"])
-            optimizer.load_state_dict(saved["optimizer"])
-        # Without set_state, and with several ranks, the games start anew.
-        if args.resume and WORLD == 1 and saved["envs"] and hasattr(envs, "set_state"):
-            envs.set_state(saved["envs"])
-            obs, over, episodes = saved["obs"].numpy(), saved["over"].numpy(), Episodes(*saved["episodes"])
-            memory, fresh = saved["memory"].to(device), saved["fresh"].numpy()
-        if args.resume and WORLD == 1:
-            set_rng_state(saved["rng"], device)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{saved['path']}: damaged or not of these args: {str(error).splitlines()[0]}") from None
-    for x in nn.ModuleList([agent, rnd]).state_dict().values():  # all ranks begin as rank 0
-        x.copy_(reduced(x if RANK == 0 else torch.zeros_like(x)))
-    if reduced(torch.tensor(step)) != step * WORLD:
-        raise UsageError("--resume: the ranks read different checkpoints")
-    if args.evaluate and RANK:
-        return {}
-    if args.evaluate:
-        return dict(eval=evaluate_splits(agent, args, saved["path"].parent, checkpoint=saved["path"].name, step=step))
-
-    def state():  # all that the next iteration depends on
-        now = dict(own_envs=own, step=step, agent=agent.state_dict(), rnd=rnd.state_dict(), seen=torch.from_numpy(seen))
-        now |= dict(obs=torch.from_numpy(obs), over=torch.from_numpy(over), optimizer=optimizer.state_dict())
-        now |= dict(memory=memory, fresh=torch.from_numpy(fresh))
-        now |= dict(episodes=(N, episodes.returns.tolist(), episodes.lengths.tolist()), rng=get_rng_state(device))
-        return copy.deepcopy(now | dict(envs=envs.get_state() if WORLD == 1 and hasattr(envs, "get_state") else None))
-
-    # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1}, valid_t). With next-step
-    # autoreset the row after an end is no transition, its action is ignored: valid_t = not done_t masks policy and
-    # value losses. Bonus, predictor and statistics use its next frame too: only there a new game's first frame appears.
-    observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
-    actions = torch.zeros(T, N, dtype=torch.int64, device=device)
-    logps, values = torch.zeros(T, N, device=device), torch.zeros(T + 1, N, 2, device=device)  # V: game's, intrinsic
-    rewards, terminated, done, valid, starts = (torch.zeros(T, N) for _ in range(5))  # starts: without memory
-    heads = torch.tensor([args.ext_coef > 0, args.int_coef > 0], dtype=torch.float32, device=device)  # the learned ones
-
-    with Run(args, saved, nn.ModuleList([agent, rnd]), device, micro_batch) as run:
-        while run.goes_on(step, state):
-            if step == 0:
-                obs, over = warm_up(envs, rnd.frames, args, episodes, seen, run)
+        obs, _ = envs.reset()
+        if step == 0:
+            logger.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
+            for _ in range(args.warmup_steps):
+                obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
+                rnd.frames.update(torch.from_numpy(obs[:, -1:]).to(device))
+            obs, _ = envs.reset()
+        done = np.zeros(N, bool)  # of the last step
+        memory = torch.zeros(N, agent.memory_size, device=device)
+        while step < total:
+            logger.mark = time.perf_counter()  # saving and evaluating are not booked
             # Rollout
-            start = memory
-            cut_int = torch.zeros(T, N)  # added to the bonus by a truncation: --int-episodic, same-step envs
+            returns, lengths, rooms = [], [], []  # of the games that end
             for t in range(T):
-                observations[t] = torch.from_numpy(obs)  # the one copy to the device
-                valid[t], starts[t] = map(torch.from_numpy, (is_valid := ~over | same_step, fresh))
-                logits, values[t], memory = act(observations[t], memory, starts[t].to(device))
-                actions[t] = sample(logits)
-                logps[t] = logits.log_softmax(-1).gather(-1, actions[t][:, None]).squeeze(-1)
-                action = actions[t].cpu().numpy()
-                run.lap("policy")
-                obs, reward, ended, cut, info = envs.step(action)
-                run.games += episodes.step(*score(reward, ended, cut, info), is_valid)
-                seen |= info["rooms"].any(0) if "rooms" in info else False
-                over = ended | cut
-                fresh = over if same_step else ~is_valid  # the ignored action's row still belongs to the old game
-                rewards[t], terminated[t], done[t] = map(torch.from_numpy, (np.float32(reward), ended, over))
-                for i in np.flatnonzero(cut & ~ended & same_step):  # obs is the next game's: bootstrap here
-                    value = act(info["final_obs"][i][None], memory[i, None], torch.zeros(1, device=device))[1][
-                        0
-                    ].tolist()
-                    rewards[t, i] += args.gamma * value[0]
-                    terminated[t, i], cut_int[t, i] = 1, args.gamma_int * value[1] * args.int_episodic
-                run.lap("env", N * WORLD / 2)
-            observations[T] = torch.from_numpy(obs)
-            values[T] = act(observations[T], memory, torch.from_numpy(fresh).to(device, torch.float32))[1]
-            run.lap("policy")
+                rollout["obs"][t] = torch.from_numpy(obs)
+                rollout["memory"][t] = memory
+                rollout["valid"][t] = torch.from_numpy(~done)
+                with torch.no_grad():
+                    logits, value, memory = forward(rollout["obs"][t], memory, rollout["valid"][t])
+                action = sample(logits)
+                logp = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+                rollout["action"][t] = action
+                rollout["logp"][t] = logp
+                rollout["value"][t] = value
+                action = action.cpu().numpy()
+                logger.lap("policy")
+                obs, reward, terminated, truncated, info = envs.step(action)
+                done = terminated | truncated
+                if "episode" in info:
+                    ended = info["_episode"]
+                    returns += info["episode"]["r"][ended].tolist()
+                    lengths += info["episode"]["l"][ended].tolist()
+                    if "rooms" in info["episode"]:
+                        rooms += info["episode"]["rooms"][ended].tolist()
+                rewards[t] = torch.from_numpy(np.float32(reward))
+                terminations[t] = torch.from_numpy(terminated)
+                dones[t] = torch.from_numpy(done)
+                logger.lap("env", N * WORLD)
+            last_obs = torch.from_numpy(obs).to(device)
+            with torch.no_grad():
+                _, last_value, _ = forward(last_obs, memory, torch.ones(N, device=device))
+            logger.lap("policy")
 
-            # Bonus under the statistics so far, then new statistics, then the features that the predictor is to learn
-            frames = (observations[1:] if args.bonus_on == "next" else observations[:-1])[:, :, -1:].flatten(0, 1)
-            pieces = frames.split(max(micro_batch, N))
-            with autocast:
-                raw = torch.cat([rnd.bonus(piece, args.int_reward).float() for piece in pieces]).view(T, N)
-            bonus = rnd.normalize(raw, args.gamma_int, args.int_norm).clamp(max=args.int_clip or np.inf)
-            for rows in frames.split(N):
-                rnd.frames.update(rows)
+            # Bonus, under the frame statistics so far; then this rollout enters them
+            frames = torch.cat([rollout["obs"][1:, :, -1:], last_obs[None, :, -1:]])
+            pieces = frames.flatten(0, 1).split(micro_batch)
             with torch.no_grad(), autocast:
-                features = torch.cat([rnd.target(rnd.preprocess(piece)).float() for piece in pieces])
-            bonus = bonus.cpu()
-            run.lap("bonus")
+                errors = [rnd.error(piece, rnd.features(piece)) for piece in pieces]
+            raw_bonus = torch.cat(errors).view(T, N)
+            bonus = rnd.normalize(raw_bonus, args.gamma_int).cpu()
+            rnd.frames.update(frames.flatten(0, 1))
+            with autocast:
+                features = torch.cat([rnd.features(piece) for piece in pieces]).view(T, N, -1)
+            logger.lap("bonus")
 
             # Targets
-            baseline, mask, zeros = values.cpu().unbind(-1), valid.bool(), torch.zeros(T, N)
-            advantages_ext = gae(rewards, baseline[0], terminated, done, args.gamma, args.gae_lambda)
-            ends = (terminated, done) if args.int_episodic else (zeros, zeros)
-            advantages_int = gae(bonus + cut_int, baseline[1], *ends, args.gamma_int, args.gae_lambda)
-            advantages = args.ext_coef * advantages_ext + args.int_coef * advantages_int
-            both = torch.stack([advantages_ext, advantages_int], -1)
-            targets = both + torch.stack(baseline, -1)[:T]
-            unexplained, variance = both[mask].var(0).tolist(), targets[mask].var(0).tolist()
-            # Rows: what `forward` takes, then what ppo_terms takes, in its order
-            batch = (observations[:T], starts, actions, advantages, targets, logps, valid)
-            batch = [x.to(device).flatten(0, 1) for x in batch]
-            run.lap("policy")
+            values = torch.cat([rollout["value"], last_value[None]]).cpu()
+            value_ext, value_int = values.unbind(-1)
+            no_ends = torch.zeros(T, N)
+            lam = args.gae_lambda
+            advantage_ext = gae(rewards, value_ext, terminations, dones, args.gamma, lam)
+            advantage_int = gae(bonus, value_int, no_ends, no_ends, args.gamma_int, lam)
+            advantages = args.ext_coef * advantage_ext + args.int_coef * advantage_int
+            targets = torch.stack([advantage_ext, advantage_int], -1) + values[:T]
+            is_valid = rollout["valid"].cpu().bool()
+            explained_ext = explained_variance(value_ext[:T][is_valid], targets[is_valid][:, 0])
+            explained_int = explained_variance(value_int[:T][is_valid], targets[is_valid][:, 1])
+            columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
+            columns |= {"frame": frames, "feature": features}
+            # One environment's rows after the other's: a slice of them is whole environments.
+            batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
+            logger.lap("policy")
 
-            # Update; row numbers stay on the CPU, where nothing waits for them
-            lr = optimizer.param_groups[0]["lr"] = schedule(step, args.lr)
-            stats = torch.zeros(args.update_epochs, num_minibatches, len(TERMS) + 2, device=device)
-            for epoch, epoch_rows in enumerate(order(args.minibatches, T, N, args.update_epochs)):
-                for m, minibatch in enumerate(epoch_rows.split(args.minibatch_size)):
-                    count = reduced(batch[-1][minibatch.to(device, non_blocking=True)].sum()).clamp(min=1)
+            # Update
+            lr = schedule(step, args.lr)
+            ent_coef = schedule(step, args.ent_coef)
+            optimizer.param_groups[0]["lr"] = lr
+            sums = defaultdict(float)  # of the minibatches' means
+            for _ in range(args.update_epochs):
+                for first in range(0, T * N, args.minibatch_size):
+                    minibatch = slice(first, first + args.minibatch_size)
+                    minibatch = {name: column[minibatch] for name, column in batch.items()}
+                    num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
+                    drawn = torch.rand(args.minibatch_size) < share  # on the CPU: nothing waits
+                    num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1).item()
                     optimizer.zero_grad()
-                    for i in minibatch.split(micro_batch):
-                        rows = i.to(device, non_blocking=True)
-                        observed, fresh_rows, *old, is_valid = (x[rows] for x in batch)
-                        outputs = forward(observed, start[rows[::T] % N], fresh_rows)[:2]
-                        terms = ppo_terms(*outputs, *old, heads, args.clip)
-                        terms = torch.where(is_valid > 0, terms, 0).sum(1) / count  # a share of the minibatch's means
-                        (terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]).backward()
-                        stats[epoch, m, :-2] += terms.detach()
-                    # Which rows, or features of them, train the predictor; the others do not go through it
-                    columns = 1 if args.predictor_mask == "sample" else args.rnd_features
-                    kept = torch.rand(len(minibatch), columns) < share
-                    total, some = max(reduced(kept.sum()).item(), 1) * args.rnd_features / columns, kept.any(1)
-                    for i, kept_i in zip(
-                        minibatch[some].split(micro_batch), kept[some].split(micro_batch), strict=True
-                    ):
-                        rows, kept_i = (x.to(device, non_blocking=True) for x in (i, kept_i))
+                    for start in range(0, args.minibatch_size, micro_batch):
+                        piece = slice(start, start + micro_batch)
+                        rows = {name: column[piece] for name, column in minibatch.items()}
+                        memories = rows["memory"][::T]  # of each environment's first row
+                        logits, value, _ = forward(rows["obs"], memories, rows["valid"])
+                        terms = ppo_terms(logits, value, rows, args.clip, in_use)
+                        valid = rows["valid"]
+                        means = {name: (x * valid).sum() / num_valid for name, x in terms.items()}
+                        learned = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
                         with autocast:
-                            error = (rnd.predictor(rnd.preprocess(frames[rows])).float() - features[rows]).square()
-                        predictor = (error * kept_i).sum() / total
-                        predictor.backward()
-                        stats[epoch, m, -2] += predictor.detach()
-                    reduce_gradients(weights)
-                    stats[epoch, m, -1] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or np.inf)
+                            errors = rnd.error(rows["frame"][learned], rows["feature"][learned])
+                        means["predictor"] = errors.sum() / num_drawn
+                        loss = means["policy"] + args.vf_coef * means["value"]
+                        loss += means["predictor"] - ent_coef * means["entropy"]
+                        loss.backward()
+                        for name, mean in means.items():
+                            sums[name] += mean.detach()
+                    for parameter in parameters:
+                        parameter.grad = sum_over_ranks(parameter.grad)
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)
+                    sums["grad_norm"] += grad_norm / WORLD
                     optimizer.step()
-                    run.lap("learn", args.batch_size / 2 / args.update_epochs / num_minibatches)
-            stats[..., :-1] = reduced(stats[..., :-1])
-            metrics = dict(zip((*TERMS, "loss/predictor", "train/grad_norm"), stats.mean((0, 1)).tolist(), strict=True))
-            for name, mean in metrics.items():
-                if not np.isfinite(mean):
-                    raise FloatingPointError(f"{name} is {mean} in the iteration after step {step:,}")
-            step += args.batch_size
-            metrics |= {
+            logger.lap("learn")
+
+            # Metrics
+            num_updates = args.update_epochs * T * N // args.minibatch_size
+            means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
+            if not np.isfinite(sum(means.values())):
+                raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
+            games = [len(returns), sum(returns), sum(lengths), sum(rooms)]
+            games = sum_over_ranks(torch.tensor(games, dtype=torch.float64)).tolist()
+            count, total_return, total_length, total_rooms = games
+            all_rooms = sum_over_ranks(torch.from_numpy(rooms_ever).int()).count_nonzero().item()
+            num_valid = sum_over_ranks(is_valid.sum()).item()
+            next_step = step + batch_size
+            metrics = {
+                "step": next_step,
+                "iteration": next_step // batch_size,
+                "episode/return": total_return / count if count else None,
+                "episode/length": total_length / count if count else None,
+                "episode/count": int(count),
+                "episode/rooms": total_rooms / count if total_rooms else None,
+                "episode/rooms_ever": all_rooms or None,
+                "eval/return": None,
+                "loss/policy": means["policy"],
+                "loss/value": means["value"],
+                "loss/entropy": means["entropy"],
+                "loss/predictor": means["predictor"],
+                "train/approx_kl": means["approx_kl"],
+                "train/clip_frac": means["clip_frac"],
+                "train/explained_variance": explained_ext,
+                "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
-                "train/valid_frac": reduced(valid.mean()).item() / WORLD,
-                "int/reward_raw": raw.mean().item(),
+                "train/ent_coef": ent_coef,
+                "train/valid_frac": num_valid / batch_size,
+                "int/reward_raw": raw_bonus.mean().item(),
+                "int/reward_norm": bonus.mean().item(),
+                "int/return_std": rnd.returns.std().item(),
+                "int/explained_variance": explained_int,
             }
-            metrics |= {"int/reward_norm": bonus.mean().item(), "int/return_std": rnd.returns.std().item()}
-            for name, left, whole in zip(("train", "int"), unexplained, variance, strict=True):
-                metrics[f"{name}/explained_variance"] = 1 - left / whole if whole > 0 else None
-            seen = reduced(torch.from_numpy(seen).int()).numpy() > 0
-            metrics["episode/rooms_ever"] = int(seen.sum()) if seen.any() else None
-            run.lap("learn")
-            if own and RANK == 0 and args.eval_every and step % args.eval_every < args.batch_size:
-                metrics["eval/return"] = evaluate_splits(agent, args)["game"]["mean"]
-            metrics = run.log(step, metrics)
-            if args.target_return is not None and metrics.get("episode/return", -np.inf) >= args.target_return:
-                run.say(f"--target-return {args.target_return} reached at step {step:,}")
-                run.args, run.total = replace(args, total_timesteps=step), step
-        if own and RANK == 0 and args.eval_episodes and run.completed:
-            metrics["eval"] = evaluate_splits(agent, args, run.folder, checkpoint="checkpoint.pt", step=step)
-    return metrics | dict(step=step, run=str(run.folder))
+            due = args.eval_every and next_step % args.eval_every < batch_size
+            if due and own_envs and RANK == 0:
+                metrics["eval/return"] = evaluate(agent, args)["game"]["mean"]
+            metrics = logger.log(metrics)
+            step = next_step
+            recent.extend(returns)
+            if len(recent) == 100 and np.mean(recent) > best:
+                best = float(np.mean(recent))
+                save("best.pt")
+            if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
+                save("checkpoint.pt")
+                last_save = time.monotonic()
+    except FloatingPointError:
+        raise  # these weights are not worth saving
+    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed
+        save("checkpoint.pt")
+        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
+        raise
+    finally:
+        logger.bar.close()
+
+    result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
+    if own_envs and args.eval_episodes and RANK == 0:
+        result["eval"] = {"step": step, "splits": evaluate(agent, args)}
+        (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
+    return result
 
 
-class Episodes:
-    """Running returns and lengths of whole games; rows that are no transition do not count."""
+# --- evaluation ---
 
-    def __init__(self, num_envs: int, returns=0.0, lengths=0):
-        self.returns, self.lengths = np.full(num_envs, returns, np.float64), np.full(num_envs, lengths, np.int64)
 
-    def step(self, reward, over, extra, valid) -> list:
-        """Add a step of all envs, each (N,), from `score`; returns the games it ended: (return, length, extra, env)."""
-        self.returns += np.where(valid, reward, 0)
-        self.lengths += valid
-        ended = np.flatnonzero(over)
-        games = [(float(self.returns[i]), int(self.lengths[i]), float(extra[i]), int(i)) for i in ended]
-        self.returns[over] = self.lengths[over] = 0
-        return games
+def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+
+    Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
+    """
+    splits = {}
+    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
+    for split in ["game"]:
+        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
+        seed = stream_seed(args.seed, f"{split} actions")
+        returns, lengths = play(agent, envs, games, seed, greedy)
+        envs.close()
+        mean = float(np.mean(returns))
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+        splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
+        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    return splits
 
 
 @torch.no_grad()
-def evaluate(agent, envs, games: int, seed: int, greedy: bool = False, film: list | None = None) -> tuple[list, list]:
-    """Play `games` whole games in each env (the first to finish would favour short ones) -> returns, lengths.
+def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
+    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
 
-    Its random numbers are its own. film: gets the newest frame, (H, W, 3), of each step of the first env's first game.
+    (The first games to finish, whatever their environment, would be the short ones.)
     """
-    device, episodes, (obs, _) = next(agent.parameters()).device, Episodes(envs.num_envs), envs.reset()
+    device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    same_step = envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
-    over, played, results = np.zeros(envs.num_envs, bool), np.zeros(envs.num_envs, int), []
-    memory, fresh = torch.zeros(envs.num_envs, agent.memory, device=device), np.ones(envs.num_envs, bool)
+    played = np.zeros(envs.num_envs, int)
+    returns, lengths = [], []
+    memory = torch.zeros(envs.num_envs, agent.memory_size, device=device)
+    done = np.zeros(envs.num_envs, bool)
+    obs, _ = envs.reset()
     while played.min() < games:
-        if film is not None and not played[0]:
-            film.append(obs[0, -CHANNELS:].transpose(1, 2, 0))
-        fresh = torch.from_numpy(fresh).to(device, torch.float32)
-        logits, _, memory = agent(torch.from_numpy(obs).to(device), memory, fresh)
-        action, is_valid = logits.argmax(-1) if greedy else sample(logits, generator), ~over | same_step
-        obs, reward, ended, cut, info = envs.step(action.cpu().numpy())
-        over = ended | cut
-        fresh = over if same_step else ~is_valid
-        for *result, _, env in episodes.step(*score(reward, ended, cut, info), is_valid):
-            if played[env] < games:
-                results.append(result)
-                played[env] += 1
-    return tuple(map(list, zip(*results, strict=True)))
+        valid = torch.from_numpy(~done).to(device)
+        logits, _, memory = agent(torch.from_numpy(obs).to(device), memory, valid)
+        action = logits.argmax(-1) if greedy else sample(logits, generator)
+        obs, _, terminated, truncated, info = envs.step(action.cpu().numpy())
+        done = terminated | truncated
+        if "episode" in info:
+            counted = info["_episode"] & (played < games)
+            returns += info["episode"]["r"][counted].tolist()
+            lengths += info["episode"]["l"][counted].tolist()
+            played += info["_episode"]
+    return returns, lengths
 
 
-def evaluate_splits(agent, args: Args, folder: Path | None = None, **header) -> dict:
-    """Play at least args.eval_episodes games on each split; with `folder`, write eval.json, eval.csv (and films) too.
+# --- plumbing, the same text in all five files ---
 
-    Every evaluation of a run plays from the same seeds, so that two of them differ by the agent only.
-    """
-    results, table, games = {}, "split,return,length\n", -(-args.eval_episodes // 64)
-    for name in splits(args):
-        envs, film = make_envs(args, name, -(-args.eval_episodes // games)), [] if folder and args.video else None
-        returns, lengths = evaluate(agent, envs, games, stream_seed(args.seed, f"{name} actions"), args.greedy, film)
-        envs.close()
-        mean, n = float(np.mean(returns)), len(returns)
-        stderr = float(np.std(returns, ddof=1)) / n**0.5 if n > 1 else None
-        share = normalized(args, mean)
-        results[name] = dict(returns=returns, lengths=lengths, mean=mean, stderr=stderr, normalized=share)
-        if folder:
-            error = "" if stderr is None else f" +- {stderr:.2f} (s.e.)"
-            print(f"{name}: return {mean:.2f}{error}, {n} games", *(["normalized", share] if share else []), flush=True)
-            table += "".join(f"{name},{game:g},{length}\n" for game, length in zip(returns, lengths, strict=True))
-        if film:
-            import imageio.v3 as imageio
-
-            (folder / "video").mkdir(exist_ok=True)
-            film = np.stack(film).repeat(2, 1).repeat(2, 2).repeat(3 // CHANNELS, 3)
-            imageio.imwrite(folder / "video" / f"{name}.mp4", film, plugin="pyav", fps=15, codec="libx264")
-    if folder:  # when all is played: eval.json's "step" says that this checkpoint needs it no more
-        write_atomically(folder / "eval.csv", table.encode())
-        write_atomically(folder / "eval.json", json.dumps(header | dict(splits=results), indent=1).encode())
-    return results
+SCRIPT = Path(__file__).stem
+RANK = int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-class Run(contextlib.AbstractContextManager):
-    """Plumbing, the same in all scripts: run folder, metrics, progress and checkpoints; nothing of the algorithm.
-
-    A checkpoint is the state at an iteration's start. `goes_on` keeps it in memory; it is written when due, at the end,
-    and when Ctrl-C or SIGTERM leaves the `with` block: the unfinished iteration is dropped and nothing else.
-    """
-
-    def __init__(self, args: Args, saved: dict | None, agent: nn.Module, device: torch.device, micro_batch: int):
-        name = args.run_name or f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.args, self.folder = args, saved["path"].parent if saved else Path(args.run_dir, name)
-        kept = saved or dict(step=0, best=-np.inf, recent=[])
-        self.first, self.best, self.recent = kept["step"], kept["best"], kept["recent"]
-        self.total, self.written = args.iterations * args.batch_size, -np.inf
-        self.games, self.laps, self.spent = [], {}, 0.0  # of the iteration; seconds of the last one
-        self.start = self.mark = time.perf_counter()
-        config, table = dict(script=SCRIPT, args=asdict(args)) | provenance(device), self.folder / "metrics.csv"
-        quiet = args.quiet or RANK > 0
-        self.say = (lambda text: None) if quiet else lambda text: print(text, flush=True)
-        try:
-            if RANK == 0:  # the others write nothing
-                self.set_up(saved, config, table)
-        except (UsageError, ImportError):
-            raise
-        except Exception as error:  # a full or read-only disk, or one of wandb's own kinds
-            raise UsageError(f"--run-dir or --track: cannot set up {self.folder}: {error}") from None
-        threads = f"{torch.get_num_threads()} torch threads, {args.env_threads or ENV_THREADS} env threads"
-        weights = f"{sum(parameter.numel() for parameter in agent.parameters()):,} weights"
-        self.say(f"{SCRIPT} {args.env_id}: {device}, micro-batch {micro_batch}, {threads}, {weights}; {self.folder}")
-        self.say(f"{args.iterations} iterations x {args.batch_size:,} = {self.total:,} steps, from {self.first:,}")
-        bar = dict(unit=" steps", unit_scale=True, smoothing=0, disable=quiet or not sys.stderr.isatty())
-        self.bar = tqdm(total=self.total, initial=self.first, **bar)
-
-    def set_up(self, saved: dict | None, config: dict, table: Path):
-        if not saved and self.folder.exists() and any(self.folder.iterdir()):
-            raise UsageError(f"--run-name: {self.folder} is not empty; to go on with it: --resume {self.folder}")
-        if self.args.track:
-            import wandb
-
-            wandb.init(id=self.folder.name, resume="allow", config=asdict(self.args), sync_tensorboard=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lines = [line.split(",") for line in table.read_text().splitlines()] if saved and table.exists() else [[]]
-        rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:] if len(line) == len(lines[0])]
-        rows = [row for row in rows if row.get("step", "").isdigit() and int(row["step"]) <= self.first]
-        rows.insert(0, dict(zip(COLUMNS, COLUMNS, strict=True)))  # by name: columns may have moved
-        write_atomically(table, "".join(",".join(row.get(key, "") for key in COLUMNS) + "\n" for row in rows).encode())
-        write_atomically(self.folder / "config.json", json.dumps(config, indent=1).encode())
-        self.csv = open(table, "a", buffering=1)  # line by line
-        self.tensorboard = SummaryWriter(self.folder, purge_step=self.first + 1, flush_secs=10**9)  # `log` flushes
-        self.tensorboard.add_text("args", "\n".join(f"    {k} = {v}" for k, v in asdict(self.args).items()))
-
-    def __exit__(self, kind, error, trace):
-        self.bar.close()
-        if RANK:
-            return
-        for number in (signal.SIGINT, signal.SIGTERM) if WORLD > 1 else ():  # torchrun's, when another rank is lost
-            signal.signal(number, signal.SIG_IGN)
-        if isinstance(error, KeyboardInterrupt | SystemExit | ConnectionError) and hasattr(self, "state"):
-            self.write("checkpoint.pt")
-            print(f"stopped; to go on: --resume {self.folder}", file=sys.stderr)
-        with contextlib.suppress(OSError):  # of a full disk, which was reported before
-            self.csv.close()
-            if not isinstance(error, KeyboardInterrupt | SystemExit):  # amid its queue they make this wait for ever
-                self.tensorboard.close()
-
-    def goes_on(self, step: int, state) -> bool:
-        """Keep state(), of an iteration's start, and write what is due; False when the run is over or out of time."""
-        now, mean = time.perf_counter(), float(np.mean(self.recent)) if len(self.recent) >= 20 else -np.inf
-        better, self.completed = mean > self.best and step >= self.total / 100, step >= self.total
-        # Out of time: the next iteration would pass the limit if it took as long as the last; one is always done.
-        late = step > self.first and 0 < 60 * self.args.max_minutes < now - self.start + self.spent
-        late = bool(reduced(torch.tensor(float(late and RANK == 0))))  # all ranks stop together
-        self.best = mean if better else self.best
-        self.state = state() | dict(script=SCRIPT, args=asdict(self.args), best=self.best, recent=list(self.recent))
-        if better:
-            self.write("best.pt")
-        if self.completed or late or now - self.written >= self.args.checkpoint_every:
-            self.write("checkpoint.pt")
-            self.written = now
-            if (keep := self.args.keep_checkpoints) and RANK == 0:
-                self.write(f"step_{step}.pt")
-                for old in sorted(self.folder.glob("step_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
-                    old.unlink()
-        if late or self.completed:
-            self.bar.close()
-            self.say(f"{'finished' if self.completed else 'stopped'} at step {step:,} of {self.total:,}: {self.folder}")
-        self.mark = time.perf_counter()
-        return not (late or self.completed)
-
-    def write(self, name: str):
-        if RANK == 0:
-            torch.save(self.state, file := io.BytesIO())
-            write_atomically(self.folder / name, file.getbuffer())
-
-    def lap(self, phase: str, steps: float = 0) -> float:
-        """Book the time since the last lap under time/<phase>_s; move the progress bar by `steps`; all of it so far."""
-        now, name = time.perf_counter(), f"time/{phase}_s"
-        self.laps[name], self.mark = self.laps.get(name, 0.0) + now - self.mark, now
-        self.bar.update(min(steps, self.bar.total - self.bar.n))
-        return self.laps[name]
-
-    def log(self, step: int, metrics: dict) -> dict:
-        """Add what every script logs and write one row; what is missing or None is an empty cell."""
-        if WORLD > 1:
-            among_ranks(torch.distributed.all_gather_object, every := [None] * WORLD, self.games)
-            self.games = [game for games in every for game in games]
-        games = np.mean(self.games, axis=0).tolist() if self.games else ()
-        metrics = self.laps | dict(zip(COLUMNS[3:6], games, strict=False)) | metrics
-        self.spent = sum(self.laps.values())  # evaluations and checkpoints do not count
-        counts = {"step": step, "iteration": step // self.args.batch_size, "episode/count": len(self.games)}
-        metrics |= counts | {"time/sps": self.args.batch_size / self.spent}
-        self.recent, self.games, self.laps = (self.recent + [game[0] for game in self.games])[-100:], [], {}
-        row = {name: metrics[name] for name in COLUMNS if metrics.get(name) is not None and not np.isnan(metrics[name])}
-        cells = (f"{x:.6g}" if isinstance(x, float) else str(x) for x in (row.get(name, "") for name in COLUMNS))
-        if RANK == 0:
-            self.csv.write(",".join(cells) + "\n")
-            for name, value in row.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()
-        score, left = row.get("episode/return", "-"), (self.total - step) / row["time/sps"] / 60
-        self.bar.n = step
-        self.bar.set_postfix_str(f"return {score:.5}")
-        if self.bar.disable:
-            self.say(f"step {step:,}  return {score:.5}  {row['time/sps']:,.0f} steps/s  {left:.0f} min left")
-        return row
+class UsageError(ValueError):
+    """What the user can mend: `main` prints one line and returns 2."""
 
 
-def choose_device(args: Args) -> torch.device:
-    """args.device, tried out; also sets PyTorch's threads, meets the other ranks and, on a CPU, keeps freed memory."""
+def set_up(args: Args) -> torch.device:
+    """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":  # one GPU a rank
+        device = torch.device(automatic if args.device == "auto" else args.device)
+        if WORLD > 1 and device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-        assert device.type in ("cpu", "cuda"), "not a device to train on"
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    if WORLD > 1 and not torch.distributed.is_initialized():  # a day: the others wait while rank 0 evaluates
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
-    if device.type == "cpu":  # else glibc gives large blocks back to the system, and each update gets them anew
-        for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, 2**30)
+    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
+        ctypes.CDLL(None).mallopt(option, 2**30)
+    if WORLD > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
 
-def provenance(device) -> dict:
-    """What a result depends on beside its arguments: revision, versions, hardware."""
-    command = "git describe --always --dirty --abbrev=40"  # in a shell, where a missing git is no exception
-    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    versions = {dist.name: dist.version for dist in metadata.distributions()}
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    hardware = dict(cpu=cpu[0].split(": ")[1] if cpu else None, cores=CORES, gpu=gpu, ranks=WORLD)
-    return dict(git=git or None, versions=versions) | hardware
+def sum_over_ranks(x):
+    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+    if WORLD > 1:
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
 
 
-def get_rng_state(device) -> tuple:
-    name, keys, *rest = np.random.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda, random.getstate(), (name, keys.tolist(), *rest)
-
-
-def set_rng_state(state: tuple, device):
-    torch.set_rng_state(state[0])
-    if device.type == "cuda" and state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-    random.setstate(state[2])
-    np.random.set_state(state[3])
-
-
-def load_checkpoint(args: Args, strict: bool = False) -> dict | None:
-    """What args resume or evaluate, with its "path"; strict: refuse args that contradict it. None = a new run."""
-    source = args.evaluate if args.resume is None else args.resume
-    if source is None:
-        return None
-    path = Path(source or "(empty)")
-    if args.resume == "latest":
-        configs, own = Path(args.run_dir).glob("*/config.json"), f'"script": "{SCRIPT}"'.encode()
-        runs = [file.with_name("checkpoint.pt") for file in configs if own in file.read_bytes()]
-        path = max((run for run in runs if run.exists()), key=os.path.getmtime, default=Path(args.run_dir))
+def load_checkpoint(run: str) -> dict:
+    """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
     try:
-        path = path / "checkpoint.pt" if path.is_dir() else path
-        if zipfile.ZipFile(path).testzip():  # torch.load does not compare the checksums
-            raise ValueError
-        saved = torch.load(path, map_location="cpu", weights_only=True)  # weights_only: a hostile file runs no code
-        script, before, known = saved["script"], saved["args"], saved["args"].keys() == vars(args).keys()
+        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        script, flags = saved["script"], saved["args"].keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"{path}: no readable checkpoint ({type(error).__name__}); is there a best.pt?") from None
-    if script != SCRIPT or not known:
-        raise UsageError(f"{path}: a checkpoint of {script}.py, or of another version of {SCRIPT}.py")
-    for name, old in before.items() if strict else ():
-        if name not in ANEW and getattr(args, name) != old:
-            given = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{given}: the run has {old}; only a new run can change it")
-    if args.resume and path.name != "checkpoint.pt" and path.with_name("checkpoint.pt").exists():
-        raise UsageError(f"--resume {path}: would overwrite the checkpoint.pt beside it, move that away first")
-    return saved | dict(path=path)
+        raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
+    if script != SCRIPT or not flags <= vars(Args()).keys():
+        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+    return saved
 
 
-def write_atomically(path: Path, data):
-    """Write beside it and rename: at any moment `path` is whole, the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+class Logger:
+    """A run's folder and what is written to it (by rank 0), progress, clocks."""
+
+    def __init__(self, args: Args, device: torch.device, step: int, total: int):
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
+        self.args = args
+        self.start = step
+        self.step = step
+        self.table = None
+        self.laps = defaultdict(float)
+        self.mark = time.perf_counter()
+        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
+        if RANK > 0:
+            return
+        if self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
+        cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
+        config = {
+            "script": SCRIPT,
+            "args": asdict(args),
+            "git": subprocess.getoutput(git),
+            "torch": torch.__version__,
+            "cpu": subprocess.getoutput(cpu),
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "ranks": WORLD,
+        }
+        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+        self.tensorboard = SummaryWriter(self.folder, purge_step=step + 1)
+        threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
+        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
+
+    def say(self, text: str, stream=None):
+        if RANK == 0 and (stream or not self.args.quiet):
+            tqdm.write(text, stream)
+
+    def lap(self, phase: str, steps: int = 0):
+        """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
+        now = time.perf_counter()
+        self.laps[f"time/{phase}_s"] += now - self.mark
+        self.mark = now
+        self.bar.update(steps)
+
+    def log(self, metrics: dict) -> dict:
+        """Add steps a second and the clocks, and write a row; None is an empty cell."""
+        sps = (metrics["step"] - self.step) / sum(self.laps.values())
+        metrics = metrics | {"time/sps": sps} | self.laps
+        self.step = metrics["step"]
+        self.laps.clear()
+        score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
+        self.bar.set_postfix_str(f"return {score}")
+        if self.bar.disable:
+            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s")
+        if RANK == 0:
+            self.write(metrics)
+        return metrics
+
+    def write(self, metrics: dict):
+        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+            path = self.folder / "metrics.csv"
+            lines = path.read_text().splitlines() if path.exists() else []
+            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
+            columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
+            file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
+            self.table = csv.DictWriter(file, columns, lineterminator="\n")
+            self.table.writeheader()
+            self.table.writerows(rows)
+            os.replace(file.name, path)
+        cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
+        self.table.writerow(cells)
+        for name, value in metrics.items():
+            if value is not None:
+                self.tensorboard.add_scalar(name, value, self.step)
+        self.tensorboard.flush()
+
+    def save(self, name: str, state: dict):
+        """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        if RANK == 0:
+            state |= {"script": SCRIPT, "args": asdict(self.args)}
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
+            os.replace(self.folder / "tmp.pt", self.folder / name)
+
+
+def stop(number, frame):
+    """The first signal stops the run; a second one must not cut short what saves it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main(argv=None) -> int:
-    """The command line: 0 done, 2 bad usage, 1 failure, 130 after Ctrl-C, 143 after SIGTERM."""
+    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C or SIGTERM."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # None where the caller has closed it
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        threading.excepthook = lambda hook: None  # TensorBoard's writer thread: its error is raised again in this one
         args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
-        if saved := load_checkpoint(args):  # parse again, on top of the run's arguments
-            before = saved["args"] | dict(resume=args.resume, evaluate=args.evaluate)
-            args = tyro.cli(Args, args=argv, default=Args(**before))
-            args.resume = args.resume and str(saved["path"])  # `latest` must not become another run now
+        if args.resume:  # parse again, on top of the run's own flags
+            defaults = Args(**load_checkpoint(args.resume)["args"])
+            args = tyro.cli(Args, args=argv, default=defaults)
         train(args)
-        if torch.distributed.is_initialized():
-            reduced(torch.zeros(1))  # the others wait for rank 0's evaluation
-            torch.distributed.destroy_process_group()
-            sys.stdout.flush()
-            os._exit(0)  # a rank's interpreter once crashed at its end, under threads of C++
-        return 0
-    except (KeyboardInterrupt, SystemExit) as stop:
-        return getattr(stop, "code", 130)
-    except (UsageError, ImportError, OSError, FloatingPointError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch has no one class for a lack of it
-            raise
-        mend = f": pip install -r requirements.txt (or {error.name})" if isinstance(error, ImportError) else ""
-        who = f"{SCRIPT}.py" + f", rank {RANK}" * (WORLD > 1)
-        print(f"{who}: {str(error).splitlines()[0]}{mend}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError | ImportError) else 1
+        if WORLD > 1:
+            dist.destroy_process_group()
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, OSError, FloatingPointError, ImportError) as error:
+        print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ random play saw in the warm-up count too, alike for both.
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,21 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-class Cells(gym.vector.VectorEnv):
+class Cells(gym.vector.VectorWrapper):
     """Books the cells that any of the environments was in."""
 
     def __init__(self, envs):
-        self.envs, self.num_envs, self.metadata, self.cells = envs, envs.num_envs, envs.metadata, set()
-        self.single_observation_space, self.single_action_space = (
-            envs.single_observation_space,
-            envs.single_action_space,
-        )
-
-    def reset(self, **options):
-        return self.envs.reset(**options)
+        super().__init__(envs)
+        self.cells = set()
 
     def step(self, actions):
-        result = self.envs.step(actions)
+        result = self.env.step(actions)
         ram = result[4]["ram"]
         self.cells |= set(zip(ram[:, 3].tolist(), (ram[:, 42] // 8).tolist(), (ram[:, 43] // 8).tolist(), strict=True))
         return result
@@ -50,23 +45,25 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
     import ppo_atari_rnd as script
 
+    make_envs, log = script.make_envs, script.Logger.log
+    made, rows = [], []
+    git = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty --abbrev=40")
+    found = {"command": " ".join(["python", "benchmark/explore.py", *argv]), "git": git, "rows": rows}
+
+    def make_cells(*args):
+        made.append(Cells(make_envs(*args)))
+        return made[-1]
+
+    def book(logger, metrics):
+        cells = made[0].cells
+        rows.append((metrics["step"], len(cells), len({cell[0] for cell in cells})))
+        options.json.write_text(json.dumps(found) + "\n")
+        return log(logger, metrics)
+
+    script.make_envs, script.Logger.log = make_cells, book
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--eval-episodes", "0", "--seed", str(options.seed), "--checkpoint-every", "1e9"]
-        args = tyro.cli(script.Args, args=[*fixed, "--total-timesteps", str(options.steps), *flags])
-        envs, rows = Cells(script.make_envs(args, "training", args.num_envs)), []
-        log = script.Run.log
-
-        def book(run, step, metrics):
-            row = log(run, step, metrics)
-            rows.append((step, len(envs.cells), len({cell[0] for cell in envs.cells})))
-            command = " ".join(["python", "benchmark/explore.py", *argv])
-            found = dict(command=command, **script.provenance(script.choose_device(args)), rows=rows)
-            del found["versions"]
-            options.json.write_text(json.dumps(found) + "\n")
-            return row
-
-        script.Run.log = book
-        script.train(args, envs)
+        script.train(tyro.cli(script.Args, args=[*fixed, "--total-timesteps", str(options.steps), *flags]))
     print(f"{rows[-1][1]} cells in {rows[-1][2]} rooms after {rows[-1][0]:,} steps; warm-up included")
     return 0
 

@@ -8,53 +8,56 @@ colour is the room from the console's RAM (Montezuma's Revenge, Pitfall), elsewh
 """
 
 import argparse
-import importlib
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import evaluate  # noqa: E402
 
 
 def load(run: Path):
     """Script, args, policy and motivation of a run's checkpoint."""
-    name = json.loads((run / "config.json").read_text())["script"]
-    if name not in ("ppo_atari_rnd", "ppo_atari_snd"):
-        raise SystemExit(f"{run}: a run of {name}.py, which has no target network")
-    script = importlib.import_module(name)
-    saved = script.load_checkpoint(script.Args(evaluate=str(run)))
-    args = script.Args(**saved["args"])
-    envs = script.make_envs(args, "features", 1)
-    shape, actions, size = envs.single_observation_space.shape, envs.single_action_space.n, args.frame_size
-    if name == "ppo_atari_snd":
-        agent, novelty = script.Agent(shape, actions, 2 + args.entropy_bonus), script.SND(size, args)
-    else:
-        kind, choice = (script.Agent, args.memory == "gru") if args.net == "openai" else (script.Variant, args.net)
-        agent = kind(shape, actions, choice, args.critic_init)
-        novelty = script.RND(size, args.num_envs, args.rnd_features, args.obs_norm, args.rnd_net)
+    script, args, saved = evaluate.load(run, "checkpoint.pt")
+    if script.__name__ not in ("ppo_atari_rnd", "ppo_atari_snd"):
+        raise ValueError(f"{run}: a run of {script.__name__}.py, which has no target network")
+    envs = script.make_envs(args, 1, "features")
+    obs_shape = envs.single_observation_space.shape
+    agent = script.Agent(obs_shape, envs.single_action_space.n, args)
     agent.load_state_dict(saved["agent"])
-    novelty.load_state_dict(saved[name[-3:]])
+    if script.__name__ == "ppo_atari_snd":
+        novelty = script.SND(args.frame_size, args)
+        novelty.load_state_dict(saved["snd"])
+    else:
+        novelty = script.RND((1, *obs_shape[1:]), args.rnd_features)
+        novelty.load_state_dict(saved["rnd"])
     return script, args, agent, novelty
 
 
 @torch.no_grad()
 def collect(script, args, agent, novelty, num_envs: int, steps: int):
     """Features (steps x envs, D) of the frames that the policy meets, and the room, or step, of each."""
-    envs, features, labels = script.make_envs(args, "features", num_envs), [], []
-    (obs, _), memory, fresh = envs.reset(), torch.zeros(num_envs, getattr(agent, "memory", 0)), torch.ones(num_envs)
-    over, byte = np.zeros(num_envs, bool), envs.room_byte
+    envs = script.make_envs(args, num_envs, "features")
+    features, labels = [], []
+    memory = torch.zeros(num_envs, getattr(agent, "memory_size", 0))
+    done = np.zeros(num_envs, bool)
+    obs, _ = envs.reset()
     for step in range(steps):
         frames = torch.from_numpy(obs)
-        logits, _, *rest = agent(frames, memory, fresh) if memory.shape[1] else agent(frames)
-        memory = rest[0] if memory.shape[1] else memory
-        is_valid = ~over
-        obs, _, ended, cut, info = envs.step(script.sample(logits).numpy())
-        over, fresh = ended | cut, torch.from_numpy(~is_valid).float()
-        features.append(novelty.target(novelty.preprocess(torch.from_numpy(obs[:, -1:].copy()))))
-        labels.append(info["ram"][:, byte].astype(int) if byte is not None else np.full(num_envs, step))
+        if hasattr(agent, "memory_size"):
+            logits, _, memory = agent(frames, memory, torch.from_numpy(~done))
+        else:
+            logits, _ = agent(frames)
+        obs, _, terminated, truncated, info = envs.step(script.sample(logits).numpy())
+        done = terminated | truncated
+        newest = torch.from_numpy(obs[:, -1:].copy())
+        features.append(novelty.target(novelty.preprocess(newest)))
+        if envs.room_byte is None:
+            labels.append(np.full(num_envs, step))
+        else:
+            labels.append(info["ram"][:, envs.room_byte].astype(int))
     return torch.cat(features), np.concatenate(labels)
 
 
@@ -76,8 +79,8 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv)
     try:
         script, args, agent, novelty = load(options.run)
-    except (OSError, ValueError) as error:
-        print(f"{options.run}: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (OSError, ValueError, RuntimeError) as error:
+        print("features.py:", " ".join(str(error).split())[:300], file=sys.stderr)
         return 2
     torch.manual_seed(options.seed)
     features, labels = collect(script, args, agent, novelty, options.envs, options.steps)
@@ -98,10 +101,7 @@ def main(argv=None) -> int:
         figure.colorbar(axes.scatter(*points.T, s=4, c=labels), label="step")
     axes.set(title=f"{options.run.name}: {share:.0%} of the variance")
     figure.savefig(options.png, format="png", dpi=120)
-    rank = f"effective rank {script.effective_rank(features):.1f}, " if hasattr(script, "effective_rank") else ""
-    print(
-        f"{len(features)} frames, {len(rooms) or 'unknown'} rooms, {rank}{share:.1%} of the variance in two dimensions"
-    )
+    print(f"{len(features)} frames, {len(rooms) or 'unknown'} rooms, {share:.1%} of the variance in two dimensions")
     return 0
 
 

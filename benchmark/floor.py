@@ -9,14 +9,16 @@ a second of the policy's forward pass alone, back to back and ("paused") with a 
 environments before each, after which threads have to wake up. The script's own rates are from time/learn_s and
 time/policy_s of the iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares
 are medians over the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are
-agent steps, with all their epochs. Asynchronous scripts need --sync. On the CPU only.
+agent steps, with all their epochs. Asynchronous scripts need --sync --num-groups 1: one thread at a time. On the CPU.
 """
 
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
 UNCOUNTED = {  # flags with passes or layers that `networks` does not know
-    "ppo_atari_rnd": ("net", "memory"),
-    "ppo_atari_snd": ("target", "motivation_passes", "entropy_bonus"),
+    "ppo_atari_rnd": ("memory",),
+    "ppo_atari_snd": ("target",),
     "impala_procgen": ("replay_slots",),
 }
 KINDS = {  # of PyTorch's operations, by a part of their names, the first that fits
@@ -46,24 +48,39 @@ KINDS = {  # of PyTorch's operations, by a part of their names, the first that f
 }
 
 
+class Enough(BaseException):
+    """Ends the training once everything is measured."""
+
+
 class Operations(TorchDispatchMode):
     """Seconds in each of KINDS, of every operation forward and backward. A profiler's own memory would disturb."""
 
     def __init__(self):
         super().__init__()
-        self.spent, self.start = dict.fromkeys(KINDS, 0.0), time.perf_counter()
+        self.spent = dict.fromkeys(KINDS, 0.0)  # while learning
+        self.whole = 0.0
+        self.lap("")
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         start = time.perf_counter()
         result = operation(*args, **kwargs or {})
         kind = next(kind for kind, parts in KINDS.items() if any(part in operation.__name__ for part in parts))
-        self.spent[kind] += time.perf_counter() - start
+        self.present[kind] += time.perf_counter() - start
         return result
 
+    def lap(self, phase: str):
+        """Keep what came since the last lap if the script was learning, forget it otherwise."""
+        now = time.perf_counter()
+        if phase == "learn":
+            self.whole += now - self.start
+            for kind, seconds in self.present.items():
+                self.spent[kind] += seconds
+        self.present = dict.fromkeys(KINDS, 0.0)
+        self.start = now
+
     def shares(self) -> dict:
-        """Of the time since the beginning; the rest is Python, autograd and this measurement."""
-        whole = time.perf_counter() - self.start
-        shares = {kind: spent / whole for kind, spent in self.spent.items()}
+        """Of the time of learning; the rest is Python, autograd and this measurement."""
+        shares = {kind: spent / self.whole for kind, spent in self.spent.items()}
         return shares | {"between operations": 1 - sum(shares.values())}
 
 
@@ -128,8 +145,8 @@ def networks(script: str, args, made: dict) -> list:
     agent = made["Agent"]
     if script == "ppo_atari_rnd":
         size = (args.frame_size, args.frame_size)
-        frames, zeros = torch.zeros(2, args.stack, *size, dtype=torch.uint8), torch.zeros(2)
-        act = lambda net, x: net(x, torch.zeros(2, net.memory), zeros)  # noqa: E731
+        frames = torch.zeros(2, args.stack, *size, dtype=torch.uint8)
+        act = lambda net, x: net(x, torch.zeros(2, net.memory_size), torch.ones(2))  # noqa: E731
         rnd, share = made["RND"], args.predictor_share or min(1, 32 / args.num_envs)
         plain = lambda net, x: net(x)  # noqa: E731
         one = torch.zeros(2, 1, *size)
@@ -142,7 +159,7 @@ def networks(script: str, args, made: dict) -> list:
     rows = [(agent, torch.zeros(2, *shape, dtype=torch.uint8), plain, args.update_epochs, 0)]
     if script == "ppo_atari_snd":
         snd, one = made["SND"], torch.zeros(2, 1, *shape[1:])
-        pairs = (args.pairs or args.minibatch_size // 8) / args.minibatch_size  # --target v
+        pairs = args.pairs / args.minibatch_size  # --target v
         rows.append((snd.predictor, one, plain, args.update_epochs, 0))
         rows.append((snd.target, one, plain, 2 * pairs * args.update_epochs, args.update_epochs))
     return rows
@@ -173,7 +190,9 @@ class Rounds:
         agent, inputs, *_ = self.networks[0]
         self.batch = self.args.num_envs // getattr(self.args, "num_groups", 1)
         frames = torch.randint(0, 256, (self.batch, *inputs.shape[1:]), dtype=torch.uint8)
-        state = (torch.zeros(self.batch, agent.memory), torch.zeros(self.batch)) if hasattr(agent, "memory") else ()
+        state = ()
+        if hasattr(agent, "memory_size"):
+            state = (torch.zeros(self.batch, agent.memory_size), torch.ones(self.batch))
         self.forward = torch.no_grad()(lambda: agent(frames, *state))
 
     def measure(self):
@@ -183,7 +202,7 @@ class Rounds:
             best = min(each, key=each.get)
             floor += both * alone(layers, best, True) + (only * alone(layers, best, False) if only else 0)
         product = 2 * 1024**3 / seconds(lambda: a @ b) / 1e9
-        pause = self.rows[-1]["time/env_s"] / self.args.batch_size * self.batch  # as long as a step of the environments
+        pause = self.rows[-1]["time/env_s"] / self.rows[0]["step"] * self.batch  # as long as a step of the environments
         forward, paused = (seconds(self.forward, pause) / self.batch for pause in (0, pause))
         self.measured.append(dict(floor=floor, forward=forward, paused=paused, product=product))
 
@@ -195,37 +214,35 @@ class Rounds:
             total += both * (3 * one_pass - flops(*layers[0])) + only * one_pass
         return total / 1e9
 
-    def hooks(self, run) -> dict:
-        """Methods of the script's class Run that measure between iterations and time the last update's operations."""
+    def hooks(self, logger) -> dict:
+        """Methods of the script's Logger that measure between iterations and time the last update's operations."""
+        real_lap, real_log = logger.lap, logger.log
 
-        def goes_on(plumbing, step, state):
-            done = step // self.args.batch_size
-            if done == 1:
+        def lap(logger, phase, steps=0):
+            if self.operations:
+                self.operations.lap(phase)
+            real_lap(logger, phase, steps)
+
+        def log(logger, metrics):
+            if self.operations:
+                self.operations.__exit__(None, None, None)
+                raise Enough
+            self.rows.append(real_log(logger, metrics))
+            if len(self.rows) == 1:
                 self.begin()
-            if 1 <= done <= self.wanted + 1:
-                self.measure()
-            return real_goes_on(plumbing, step, state)
-
-        def lap(plumbing, phase, steps=0):
-            if phase == "learn" and len(self.rows) == self.wanted + 1 and self.operations is None:
+            self.measure()
+            if len(self.rows) == self.wanted + 1:
                 self.operations = Operations()
                 self.operations.__enter__()
-            return real_lap(plumbing, phase, steps)
-
-        def log(plumbing, step, metrics):
-            if self.operations:
-                self.update_shares = self.operations.shares()
-                self.operations.__exit__(None, None, None)
-            self.rows.append(real_log(plumbing, step, metrics))
+            logger.mark = time.perf_counter()
             return self.rows[-1]
 
-        real_goes_on, real_lap, real_log = run.goes_on, run.lap, run.log
-        return dict(goes_on=goes_on, lap=lap, log=log)
+        return {"lap": lap, "log": log}
 
     def result(self) -> dict:
         """Medians over rounds; the iteration between two rounds is compared with their mean."""
-        size = self.args.batch_size
-        own = self.rows[1 : self.wanted + 1]
+        size = self.rows[0]["step"]  # of an iteration
+        own = self.rows[1:]
         pairs = list(zip(self.measured, self.measured[1:], strict=False))
         learn, act = ([size / row[f"time/{name}_s"] for row in own] for name in ("learn", "policy"))
         keys = ("floor", "forward", "paused")
@@ -249,7 +266,7 @@ class Rounds:
         )
         for name, each in shares.items():
             found |= {f"{name}_share": median(each), f"{name}_shares": each}
-        found["update_shares"] = self.update_shares
+        found["update_shares"] = self.operations.shares()
         names = (f"{type(entry[0]).__name__}{i}" for i, entry in enumerate(self.networks))
         found["pieces_rows_per_s"] = {
             name: {piece: 1 / time for piece, time in each.items()}
@@ -269,30 +286,35 @@ def main(argv=None) -> int:
         parser.error(f"--rounds {options.rounds}: must be at least 1")
     module, made = importlib.import_module(options.script), {}
     args = tyro.cli(module.Args, args=flags.split())
-    if not getattr(args, "sync", True):
-        parser.error(f"{options.script}: needs -- --sync, else actors share the cores with what is timed")
+    if not getattr(args, "sync", True) or getattr(args, "num_groups", 1) > 1:
+        parser.error(
+            f"{options.script}: needs -- --sync --num-groups 1, else actors share the cores with what is timed"
+        )
     for name in UNCOUNTED.get(options.script, ()):
-        if getattr(args, name) != getattr(module.Args(), name):
-            parser.error(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: its passes and layers are not counted here"
-            )
+        value = getattr(args, name)
+        if value != getattr(module.Args(), name):
+            parser.error(f"--{name.replace('_', '-')} {value}: its passes and layers are not counted here")
     if args.device not in ("auto", "cpu"):
         parser.error(f"--device {args.device}: on a CPU only")
     args.device = "cpu"
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    args.total_timesteps, args.eval_episodes, args.quiet = (options.rounds + 2) * args.batch_size, 0, True
+    args.total_timesteps, args.eval_episodes, args.quiet = 10**9, 0, True
     rounds = Rounds(options.script, args, made, options.rounds)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:
         for name in {"Agent", "RND", "SND"} & vars(module).keys():  # keep the networks that `train` makes
             stack.enter_context(mock.patch.object(module, name, keep(getattr(module, name), made)))
-        for name, method in rounds.hooks(module.Run).items():
-            stack.enter_context(mock.patch.object(module.Run, name, method))
+        for name, method in rounds.hooks(module.Logger).items():
+            stack.enter_context(mock.patch.object(module.Logger, name, method))
         try:
-            module.train(args)
+            with contextlib.redirect_stderr(io.StringIO()):  # that it was stopped
+                module.train(args)
         except module.UsageError as error:
             parser.error(str(error))
-    result = dict(script=options.script, flags=flags, git=module.provenance(torch.device("cpu"))["git"])
+        except Enough:
+            pass
+    git = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty --abbrev=40")
+    result = dict(script=options.script, flags=flags, git=git)
     result |= dict(threads=torch.get_num_threads()) | rounds.result()
     text = json.dumps(result, indent=1)
     print(text)

@@ -15,6 +15,7 @@ networks and preprocessing.
 import argparse
 import csv
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -66,7 +67,7 @@ class Replay(gym.vector.VectorEnv):
 
 def record(args, num_envs: int, steps: int, walk: bool, seed: int):
     """Games of `num_envs` envs: random play on the first screen, or (walk) walking off it and what came then."""
-    envs, rng = script.make_envs(args, "walking" if walk else "training", num_envs), np.random.default_rng(seed)
+    envs, rng = script.make_envs(args, num_envs, "walking" if walk else "training"), np.random.default_rng(seed)
     obs, _ = envs.reset()
     room = envs.step(np.zeros(num_envs, int))[4]["ram"][:, ROOM]
     games, home, gone = [[] for _ in range(num_envs)], room[0], np.zeros(num_envs, bool)
@@ -86,7 +87,7 @@ def record(args, num_envs: int, steps: int, walk: bool, seed: int):
 def by_game(snd, games):
     """Mean bonus of each game, its mean over games, its standard error."""
     with torch.no_grad():
-        means = [snd.bonus(torch.from_numpy(game[:, -1:])).mean().item() for game in games]
+        means = [snd.errors(torch.from_numpy(game[:, -1:])).mean().item() for game in games]
     return float(np.mean(means)), float(np.std(means, ddof=1) / len(means) ** 0.5), len(means)
 
 
@@ -95,7 +96,8 @@ def measure(variant: str, seed: int, iterations: int = 12, num_envs: int = 8, fo
     with tempfile.TemporaryDirectory() as temporary:
         args = script.Args(env_id="Pitfall", seed=seed, num_envs=num_envs, num_steps=64, minibatch_size=64, quiet=True)
         args.eval_episodes, args.warmup_steps, args.device, args.run_dir = 0, 32, "cpu", folder or temporary
-        args.run_name, args.total_timesteps = f"{variant}-{seed}", iterations * args.batch_size
+        batch_size = args.num_envs * args.num_steps
+        args.run_name, args.total_timesteps = f"{variant}-{seed}", iterations * batch_size
         for name, value in VARIANTS[variant].items():
             setattr(args, name, value)
         seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
@@ -114,7 +116,7 @@ def measure(variant: str, seed: int, iterations: int = 12, num_envs: int = 8, fo
     result = dict(target=variant, seed=seed, seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
     result |= dict(untrained_ratio=untrained)
-    return result | dict(decay=raw[0] / raw[-1], steps=iterations * 4 * args.batch_size // args.minibatch_size)
+    return result | dict(decay=raw[0] / raw[-1], steps=iterations * 4 * batch_size // args.minibatch_size)
 
 
 def main(argv=None) -> int:
@@ -124,8 +126,7 @@ def main(argv=None) -> int:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args(argv)
     found = dict(command=" ".join(["python", "benchmark/novelty.py", *(sys.argv[1:] if argv is None else argv)]))
-    found |= script.provenance(torch.device("cpu")) | dict(rows=[])
-    del found["versions"]
+    found |= dict(git=subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty --abbrev=40"), rows=[])
     for seed in range(1, options.seeds + 1):
         for variant in options.targets:
             found["rows"].append(row := measure(variant, seed))

@@ -9,28 +9,32 @@ Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark
 in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. A cell of the
 matrix that was not run is a gap, shown beside its published number (of the large suites only what has a result is
 shown); a failed one shows its error. With three seeds or more the interquartile mean and its 95 % bootstrap interval
-(rliable, Agarwal et al. 2021) stand beside the mean.
+stand beside the mean.
 """
 
 import argparse
 import csv
 import html
+import importlib
 import json
 import re
 import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmark"))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
-SHOWN = ("long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
+SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
+OTHER = "another network and batch; "
 PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
     ("ppo_procgen", "", "test"): [
-        ("procgen", "all_levels_PPO", "OpenAI's PPO", "another network and batch; training return"),
+        ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}training return"),
         ("procgen", "competition_8th_place_PPO_wide", "the competition entry", "one run, its evaluation"),
     ],
     ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", "PPO, not IMPALA; training return")],
@@ -58,14 +62,26 @@ def reference() -> dict:
 
 def levels(flags: str) -> str:
     """The number of training levels in a command; "" for all."""
+    return flag(flags, "--num-levels", "0").removeprefix("0")
+
+
+def flag(flags: str, name: str, default: str) -> str:
     words = flags.split()
-    return words[words.index("--num-levels") + 1] if "--num-levels" in words else ""
+    return words[words.index(name) + 1] if name in words else default
+
+
+def sources(job, split: str) -> list:
+    """[(file, series, what it is, how its protocol differs)] that a job's split is shown beside."""
+    found = PUBLISHED.get((job.script, levels(job.flags), split), [])
+    if job.variant.endswith(":openai"):  # their network and batch
+        found = [(file, series, what, how.removeprefix(OTHER)) for file, series, what, how in found]
+    return found
 
 
 def published(job, split: str, steps: int, points: dict) -> list:
     """[(number, what it is, how its protocol differs)] at the published step nearest to ours, within a tenth."""
     found = []
-    for file, name, what, how in PUBLISHED.get((job.script, levels(job.flags), split), ()):
+    for file, name, what, how in sources(job, split):
         series = points.get((file, job.game, name), {})
         near = [step for step in series if abs(step - steps) <= 0.1 * steps]
         if near:
@@ -75,44 +91,33 @@ def published(job, split: str, steps: int, points: dict) -> list:
 
 def checkpoints(job, steps: int, points: dict) -> list:
     """(what, [(step, score)]) of what is published of the training split up to our number of steps."""
-    splits = [split for split in ("train", "game", "test") if (job.script, levels(job.flags), split) in PUBLISHED]
+    found = sources(job, "train") or sources(job, "game") or sources(job, "test")
     curves = []
-    for file, name, what, how in PUBLISHED[job.script, levels(job.flags), splits[0]] if splits else ():
+    for file, name, what, how in found:
         series = sorted(points.get((file, job.game, name), {}).items())
         curves.append((f"{what} ({how})", [point for point in series if point[0] <= 1.1 * steps]))
     return [(what, known) for what, known in curves if known]
 
 
-def normalised(job, score: float, points: dict) -> str:
-    """Share of the way from the lowest (random) to the highest (human) score of the game."""
-    low, high = ("R_min", "R_max") if "procgen" in job.script else ("random", "human")
-    name = "procgen" if "procgen" in job.script else "atari"
-    ends = [next(iter(points.get((name, job.game, end), {}).values()), None) for end in (low, high)]
-    return f"{(score - ends[0]) / (ends[1] - ends[0]):.3f}" if None not in ends else "-"
-
-
 def interval(scores: list[float]) -> str:
-    """Interquartile mean with its 95 % bootstrap interval, of three seeds or more."""
+    """Interquartile mean with its 95 % bootstrap interval, of three seeds or more (Agarwal et al. 2021)."""
     if len(scores) < 3:
         return "-"
-    import numpy as np
-    from rliable import library, metrics
+    draws = np.random.default_rng(0).choice(scores, (2000, len(scores)))
+    low, high = np.percentile(interquartile_mean(draws), [2.5, 97.5])
+    return f"{interquartile_mean(np.array(scores)):.2f} ({low:.2f} to {high:.2f})"
 
-    values = {"x": np.array(scores)[:, None]}
-    np.random.seed(0)  # rliable draws from NumPy's global generator, whatever its random_state
-    mean, bounds = library.get_interval_estimates(values, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2000)
-    return f"{mean['x'][0]:.2f} ({bounds['x'][0][0]:.2f} to {bounds['x'][1][0]:.2f})"
+
+def interquartile_mean(scores):
+    """Of each row: the mean without the lowest and the highest quarter of its scores."""
+    cut = scores.shape[-1] // 4
+    return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
 
 
 def steps_of(job) -> int:
     """Agent steps that a command asks for."""
-    import importlib
-
-    import tyro
-
-    sys.path.insert(0, str(ROOT))
-    args = tyro.cli(importlib.import_module(job.script).Args, args=job.command[2:])
-    return args.iterations * args.batch_size
+    default = importlib.import_module(job.script).Args().total_timesteps
+    return int(flag(job.flags, "--total-timesteps", str(default)))
 
 
 def curve(path: Path) -> list[tuple[int, float, float]]:
@@ -153,8 +158,7 @@ def cells(results: Path = RESULTS) -> list[dict]:
             }
             cell["splits"] = {}
             for split in finished[0]["eval"]["splits"] if finished else ():
-                scores = [d["eval"]["splits"][split]["mean"] for d in finished]
-                cell["splits"][split] = dict(scores=scores, normalised=normalised(job, statistics.mean(scores), points))
+                cell["splits"][split] = [d["eval"]["splits"][split]["mean"] for d in finished]
             found.append(cell)
     return found
 
@@ -176,7 +180,7 @@ def last_tenth(cell: dict) -> str:
     return f"{number(means)} ({games:,.0f} games{missing})" if means else "-"
 
 
-HEADER = """| script | game | steps | n | evaluation | normalised | interquartile mean | training, last tenth |
+HEADER = """| script | game | steps | n | evaluation | interquartile mean | training, last tenth |
  published | difference | hardware | commits |""".replace("\n", "")
 
 
@@ -196,20 +200,20 @@ def commits(cell: dict) -> str:
 
 
 def table(entries: list[dict]) -> list[str]:
-    lines = [HEADER, "|" + "---|" * 12]
+    lines = [HEADER, "|" + "---|" * 11]
     for cell in entries:
         job = cell["job"]
         start, steps = f"| `{job.name.rpartition('/')[0]}` |", f"{cell['steps']:,}"
         if not cell["done"]:
             theirs = [entry for entries in cell["published"].values() for entry in entries]
             state = failure(cell) if cell["failed"] else "**not run**"
-            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | - | - | {shown(theirs)} | - | - | - |")
-        for split, found in cell["splits"].items():
-            scores, first, theirs = found["scores"], cell["done"][0], cell["published"].get(split, [])
+            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | - | {shown(theirs)} | - | - | - |")
+        for split, scores in cell["splits"].items():
+            first, theirs = cell["done"][0], cell["published"].get(split, [])
             difference = ", ".join(f"{statistics.mean(scores) - entry[0]:+.2f}" for entry in theirs) or "-"
             kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} cores" for d in cell["done"])
             value = number(scores, first["eval"]["splits"][split])
-            row = [f"{job.game} ({split})", steps, seeds_of(cell), value, found["normalised"], interval(scores)]
+            row = [f"{job.game} ({split})", steps, seeds_of(cell), value, interval(scores)]
             row += [last_tenth(cell), shown(theirs), difference, "; ".join(dict.fromkeys(kinds)), commits(cell)]
             lines.append(" ".join([start, " | ".join(row), "|"]))
     return lines
@@ -219,21 +223,13 @@ def shown(theirs: list) -> str:
     return "; ".join(f"{score:.2f}, {what} ({how})" for score, what, how in theirs) or "none at these steps"
 
 
-def mean_normalised(entries: list[dict]) -> str:
-    """The mean over the games of a row of a suite, once all of them have all their seeds."""
-    splits = [cell["splits"].get("test") or cell["splits"].get("game") or dict(normalised="-") for cell in entries]
-    values = [split["normalised"] for split in splits]
-    if len(values) < 2 or "-" in values or any(len(cell["done"]) < cell["seeds"] for cell in entries):
-        return ""
-    return f"Mean normalised score over {len(values)} games: {statistics.mean(map(float, values)):.3f}."
-
-
 CLEANRL = "does not run on Python 3.11: 0.4.8, the newest that installs, has none of the scripts; `eager` does its work"
 
 
 def speeds(results: Path = RESULTS) -> list[dict]:
     """Files of results/speed, each with its name, its flags and those of the script, without where it was written."""
     found = [json.loads(path.read_text()) | dict(name=path.stem) for path in sorted((results / "speed").glob("*.json"))]
+    found = [one for one in found if "results" in one]  # not those beside another revision
     for one in found:
         one["command"] = re.sub(r" --(json|peer-python|sample-factory) \S+", "", one["command"])
         one["script"] = one["command"].split()[2]
@@ -291,8 +287,8 @@ def short_table(results: Path = RESULTS) -> list[str]:
     lines = ["| suite, script, game | steps | n | evaluation | published at these steps |", "|" + "---|" * 5]
     for cell in cells(results):
         start = f"{cell['job'].suite}, `{cell['job'].variant}`, {cell['job'].game}"
-        for split, found in cell["splits"].items():
-            value = number(found["scores"], cell["done"][0]["eval"]["splits"][split])
+        for split, scores in cell["splits"].items():
+            value = number(scores, cell["done"][0]["eval"]["splits"][split])
             row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value]
             lines.append("| " + " | ".join([*row, shown(cell["published"].get(split, []))]) + " |")
         if cell["failed"] and not cell["done"]:
@@ -314,10 +310,9 @@ INTRODUCTION = """# Results
 
 Generated by `python benchmark/report.py` from `benchmark/results`, not edited by hand. One command reruns a row:
 `python benchmark/run.py --suite SUITE --only SCRIPT/GAME`, as the table names them. Scores are of the final evaluation,
-actions sampled. "Normalised" is the share of the way from a game's random to its human score (Atari), or from R_min to
-R_max (Procgen). "+-" is the standard error over seeds, or over games where it says so; the interquartile mean of three
+actions sampled. "+-" is the standard error over seeds, or over games where it says so; the interquartile mean of three
 seeds is their mean, and its interval their range. The last tenth of training counts games, not steps: short ones count
-more often.
+more often. Steps are floored to whole iterations; of what was not run, they are those asked for.
 """
 
 
@@ -328,9 +323,6 @@ def report(results: Path = RESULTS) -> str:
         own = [cell for cell in entries if cell["job"].suite == suite]
         if own:
             text += [f"## {suite}", "", *table(own), ""]
-            for variant in dict.fromkeys(cell["job"].variant for cell in own):
-                mean = mean_normalised([cell for cell in own if cell["job"].variant == variant])
-                text += [f"`{variant}`: {mean}", ""] if mean else []
     text += [
         "## Speed",
         "",
@@ -434,7 +426,7 @@ def page(results: Path = RESULTS) -> str:
     data = []
     for cell in cells(results):
         job, theirs = cell["job"], [entry for entries in cell["published"].values() for entry in entries]
-        scores = [f"{split}: {number(found['scores'])}" for split, found in cell["splits"].items()]
+        scores = [f"{split}: {number(means)}" for split, means in cell["splits"].items()]
         failed = [f"failed: {html.escape(error.splitlines()[-1])}" for error in cell["failed"]]
         row = dict(suite=job.suite, script=job.script, variant=job.variant.partition(":")[2], game=job.game)
         row |= dict(n=len(cell["done"]), steps=cell["steps"], score="; ".join([*scores, *failed]) or "-")

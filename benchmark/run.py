@@ -2,6 +2,7 @@
 
     python benchmark/run.py --suite smoke                     # every script, seconds each
     python benchmark/run.py --suite cpu --max-minutes 60      # stop cleanly after an hour; the same command goes on
+    python benchmark/run.py --suite two_cores --only ppo_procgen-openai
     python benchmark/run.py --suite gpu --only bigfish --jobs 4
     python benchmark/run.py --suite procgen16 --launcher slurm > array.sbatch
 
@@ -261,9 +262,10 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
         found = collect(job, run)
         if process.returncode == 0 and found[1]["status"] == "done":
             return found
-        lines = [line for line in output.splitlines() if line.strip()]
-        ended = f"exit status {process.returncode}, {found[1]['steps']:,} steps"
-        return collect(job, run, error="\n".join(lines[-5:]) or ended)
+        lines = [line.strip("│╭╮╰╯─ ") for line in output.splitlines()]  # tyro draws a box around bad usage
+        lines = [line for line in lines if line]
+        error = " ".join(lines)[:300] if process.returncode == 2 else "\n".join(lines[-5:])
+        return collect(job, run, error or f"exit status {process.returncode}, {found[1]['steps']:,} steps")
 
 
 def record(job: Job, result, results: Path) -> str:

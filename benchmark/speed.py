@@ -309,10 +309,15 @@ def eager_ppo_atari_rnd(script, args, iterations: int) -> Stopwatch:
                 ratio = (policy.log_prob(action) - logp).exp()
                 surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
                 value_loss = 0.5 * (value - goal).pow(2).sum(1).mean()
-                loss = -surrogate + args.vf_coef * value_loss - args.ent_coef * policy.entropy().mean() + auxiliary
+                loss = (
+                    -surrogate
+                    + args.vf_coef * value_loss
+                    - script.schedule(0, args.ent_coef) * policy.entropy().mean()
+                    + auxiliary
+                )
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(weights, args.max_grad_norm or float("inf"))
+                nn.utils.clip_grad_norm_(weights, float("inf"))
                 optimizer.step()
                 loss.item()
         watch.lap("learn")
@@ -350,7 +355,8 @@ def eager_ppo_atari_snd(script, args, iterations: int) -> Stopwatch:
     torch.manual_seed(args.seed)
     envs = script.make_envs(args, args.num_envs, "training")
     T, N, shape = args.num_steps, args.num_envs, envs.single_observation_space.shape
-    net, sizes = Net(shape, envs.single_action_space.n).to(device), script.SND_NETS["elu4"][1:]
+    net = Net(shape, envs.single_action_space.n).to(device)
+    sizes = ((16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1))
     parts = [nn.Sequential(*convolutions(1, sizes, nn.ELU)) for _ in range(2)]
     width = parts[0](torch.zeros(1, 1, *shape[1:])).shape[1]
     target = nn.Sequential(parts[0], nn.Linear(width, features)).to(device)
@@ -363,7 +369,7 @@ def eager_ppo_atari_snd(script, args, iterations: int) -> Stopwatch:
     values = torch.zeros(T, N, 2, device=device)
     mean, var, count = np.zeros(shape[1:]), np.ones(shape[1:]), 1e-4
     obs = torch.Tensor(envs.reset()[0]).to(device)
-    share, pairs, watch = args.predictor_share or min(1, 32 / N), args.minibatch_size // 8, Stopwatch()
+    share, pairs, watch = args.predictor_share or min(1, 32 / N), args.pairs, Stopwatch()
     watch.batch_size = T * N
 
     def normalised(frames):
@@ -415,7 +421,7 @@ def eager_ppo_atari_snd(script, args, iterations: int) -> Stopwatch:
                 ratio = (policy.log_prob(action) - logp).exp()
                 surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
                 loss = 0.5 * args.vf_coef * (value - goal).pow(2).sum(1).mean() - surrogate
-                loss = loss - args.ent_coef * policy.entropy().mean()
+                loss = loss - script.schedule(0, args.ent_coef) * policy.entropy().mean()
                 x = normalised(seen)
                 error = (predictor(x) - target(x).detach()).pow(2)
                 mask = (torch.rand_like(error) < share).float()
@@ -423,7 +429,7 @@ def eager_ppo_atari_snd(script, args, iterations: int) -> Stopwatch:
                 one, other = np.random.randint(T * N, size=(2, pairs))
                 far = torch.rand(pairs, device=device) < 0.5
                 second = torch.where(far[:, None, None, None], rows[0][other], rows[0][one])
-                a, b = (target(script.distort(normalised(frames), "tiles")) for frames in (rows[0][one], second))
+                a, b = (target(script.hide_tiles(normalised(frames))) for frames in (rows[0][one], second))
                 loss = loss + script.contrastive(a, b, far.float())
                 optimizer.zero_grad()
                 loss.backward()
@@ -562,7 +568,9 @@ def eager_appo_atari(script, args, iterations: int) -> Stopwatch:
                 surrogate = torch.min(ratio * advantage, ratio.clamp(1 - args.clip, 1 + args.clip) * advantage).mean()
                 near = old_value + (value - old_value).clamp(-args.clip, args.clip)
                 value_loss = torch.max((value - target) ** 2, (near - target) ** 2).mean()
-                loss = -surrogate + args.vf_coef * value_loss - args.ent_coef * policy.entropy().mean()
+                loss = (
+                    -surrogate + args.vf_coef * value_loss - script.schedule(0, args.ent_coef) * policy.entropy().mean()
+                )
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(net.parameters(), args.max_grad_norm or float("inf"))
@@ -861,7 +869,7 @@ def main(argv=None) -> int:
     for name in ("pairs", "iterations", "warmup"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
-    if bool(options.name) == bool(options.script) and (options.name or not options.against):
+    if (options.name and options.script) or not (options.name or options.against):
         parser.error("either the name of a script, or --against REVISION with --script NAME ...")
     if options.child:
         try:

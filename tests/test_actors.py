@@ -1,4 +1,4 @@
-"""The threads of the asynchronous scripts against their one-threaded run, and what becomes of them when a run ends."""
+"""The actors of the asynchronous scripts beside the learner, and what becomes of them when a run ends."""
 
 import csv
 import importlib
@@ -13,20 +13,22 @@ import types
 import numpy as np
 import pytest
 import torch
-from conftest import NEXT_STEP, ROOT, FakeVecEnv, random_episodes
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-KINDS = {
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
+
+KINDS = {  # `many`: an iteration of 64 rows; `double`, `half`: of 128 and 32
     "appo_atari": dict(
         shape=(4, 44, 44),
+        autoreset=NEXT_STEP,
         many=dict(num_minibatches=2, minibatch_size=32),
-        switch="vtrace",
         double=dict(num_minibatches=4),
         half=dict(num_minibatches=1),
     ),
     "impala_procgen": dict(
         shape=(3, 16, 16),
+        autoreset=SAME_STEP,
         many=dict(minibatch_size=64, channels=(4, 4, 4)),
-        switch="shape_reward",
         double=dict(minibatch_size=128),
         half=dict(minibatch_size=32),
     ),
@@ -39,12 +41,12 @@ def script(request, tmp_path):
     module, kind = importlib.import_module(request.param), KINDS[request.param]
 
     def fake(num_envs=4, cls=FakeVecEnv, seed=0):
-        return cls(random_episodes(num_envs, seed=seed), NEXT_STEP, shape=kind["shape"])
+        return cls(random_episodes(num_envs, seed=seed), kind["autoreset"], shape=kind["shape"])
 
-    def run(envs, iterations=1, name="run", **changes):
+    def run(envs, iterations=1, name="run", size=64, **changes):
         args = module.Args(**(COMMON | kind["many"] | dict(run_dir=str(tmp_path), run_name=name) | changes))
-        args.total_timesteps = iterations * args.batch_size
-        return module.train(args, envs), torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        args.total_timesteps = iterations * size
+        return module.train(args, envs)
 
     return types.SimpleNamespace(module=module, fake=fake, run=run, path=tmp_path, name=request.param, **kind)
 
@@ -54,25 +56,27 @@ def read(folder):
         return list(csv.DictReader(file))
 
 
+def timeless(folder):
+    return [{name: cell for name, cell in row.items() if not name.startswith("time/")} for row in read(folder)]
+
+
 def actors():
-    return [thread for thread in threading.enumerate() if thread.name == "actor"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
 
-@pytest.mark.parametrize("switch", [False, True])
-def test_zero_lag_equals_sync(script, switch):
-    """One group whose actor waits for the learner: the asynchronous run is the one-threaded one, bit for bit."""
-    saved = []
-    for name, changes in (("sync", dict(sync=True)), ("async", dict(num_batches_to_accumulate=0))):
-        changes[script.switch] = switch
-        saved.append(script.run([script.fake()], 3, name, update_epochs=2, **changes)[1])
-    assert all(torch.equal(saved[0]["agent"][name], saved[1]["agent"][name]) for name in saved[0]["agent"])
-    assert saved[0]["version"] == saved[1]["version"] > 3
-    assert saved[0]["groups"] and saved[1]["groups"] is None  # else of actors that may be amid a rollout
-    first, second = (
-        [{name: cell for name, cell in row.items() if "time/" not in name} for row in read(script.path / name)]
-        for name in ("sync", "async")
-    )
-    assert first == second
+def saved_step(script):
+    return torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"]
+
+
+def in_log(monkeypatch, script, action):
+    """Call action(metrics) in the learner, at the end of each iteration."""
+    log = script.module.Logger.log
+
+    def then(self, metrics):
+        action(metrics)
+        return log(self, metrics)
+
+    monkeypatch.setattr(script.module.Logger, "log", then)
 
 
 class Slow(FakeVecEnv):
@@ -81,98 +85,152 @@ class Slow(FakeVecEnv):
         return super().step(actions)
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_seconds_add_up(script, sync):
-    """Waiting and learning are the iteration; of a wait with --sync environments and policy are taken out."""
-    metrics, _ = script.run([script.fake(cls=Slow)], 2, sync=sync)
+def test_sync_runs_are_equal(script):
+    """Also with two groups that act at the same time, of which now this one and now that one is slow; no row lags."""
+    for name, classes in (("a", (Slow, FakeVecEnv)), ("b", (FakeVecEnv, Slow))):
+        envs = [script.fake(2, cls, seed) for seed, cls in enumerate(classes)]
+        metrics = script.run(envs, 3, name, num_groups=2, update_epochs=2, sync=True)
+        assert metrics["async/policy_lag_max"] == 0
+    assert timeless(script.path / "a") == timeless(script.path / "b")
+
+
+def test_seconds_add_up(script):
+    """Waiting and learning are the iteration; the actors' seconds are theirs, and wait for no one."""
+    metrics = script.run([script.fake(cls=Slow)], 2, sync=True)
     env, policy, wait, learn = (metrics[f"time/{phase}_s"] for phase in ("env", "policy", "queue_wait", "learn"))
-    assert env >= 16 * 0.02 and min(policy, wait, learn) >= 0
-    assert wait + learn + sync * (env + policy) == pytest.approx(64 / metrics["time/sps"])
-    assert wait < env or not sync  # else they were left in
+    assert env >= 16 * 0.02 and min(policy, learn) > 0
+    assert env + policy <= wait
+    assert wait + learn == pytest.approx(64 / metrics["time/sps"])
 
 
 @pytest.mark.parametrize("cls", [FakeVecEnv, Slow])
 def test_lag_bound(script, monkeypatch, cls):
     """However slow the learner or one of the groups, no row is older than one dataset, by which actors may be ahead."""
-    lags, log = [], script.module.Run.log
+    lags = []
 
-    def slow(self, step, metrics):
+    def slow(metrics):
         lags.append(metrics["async/policy_lag_max"])
         assert 0 <= metrics["async/policy_lag_mean"] <= lags[-1]
         time.sleep(0.02)
-        return log(self, step, metrics)
 
-    monkeypatch.setattr(script.module.Run, "log", slow)
-    options = dict(num_groups=2, num_batches_to_accumulate=1, update_epochs=2)
+    in_log(monkeypatch, script, slow)
     groups = [script.fake(2), script.fake(2, cls, seed=1)]
-    _, saved = script.run(groups, 20, **options, **(script.half if cls is Slow else {}))
-    assert 0 < max(lags) <= saved["version"] // 20 and len(lags) == 20, lags
+    options = dict(num_groups=2, num_batches_to_accumulate=1, update_epochs=2)
+    options |= script.half | dict(size=32) if cls is Slow else {}
+    script.run(groups, 20, **options)
+    minibatches = 2 if script.name == "appo_atari" and cls is FakeVecEnv else 1
+    assert 0 < max(lags) <= 2 * minibatches and len(lags) == 20, lags
 
 
 def test_actors_wait_for_a_slow_learner(script, monkeypatch):
-    """Back-pressure: they begin no rollout beyond the datasets they may be ahead."""
-    begun, log = [], script.module.Run.log
+    """Back-pressure: they begin no rollout beyond the datasets they may be ahead, and none that no learner will see."""
+    begun = []
     envs = [script.fake(2, seed=seed) for seed in (0, 1)]
 
-    def slow(self, step, metrics):
+    def slow(metrics):
         time.sleep(0.1)
         begun.append(sum(len(group.actions) for group in envs) * 2)  # rows, the head start of group 1 included
-        return log(self, step, metrics)
 
-    monkeypatch.setattr(script.module.Run, "log", slow)
+    in_log(monkeypatch, script, slow)
     script.run(envs, 6, num_groups=2, num_batches_to_accumulate=1)
-    assert all(rows <= (i + 3) * 64 + 32 for i, rows in enumerate(begun)), begun
-    assert sum(len(group.actions) for group in envs) * 2 == 6 * 64 + 32  # and none that no learner will see
-
-
-def test_groups_start_apart_and_random_play_does_not_count(script):
-    """Group g plays num_steps * g random steps first: it books no game and no step of them."""
-    groups = [script.fake(), script.fake()]
-    metrics, _ = script.run(groups, num_envs=8, num_groups=2, sync=True, **script.double)
-    assert [len(group.actions) for group in groups] == [16, 32] and metrics["step"] == 128
-    ended = 0
-    for group, first in zip(groups, (0, 16), strict=True):
-        ended += sum(int((ended | cut).sum()) for _, ended, cut, _ in group.log[first:])
-    assert metrics["episode/count"] == ended
-    assert min(np.bincount(np.concatenate(groups[1].actions[:16]), minlength=4)) > 4
-
-
-def test_a_resumed_asynchronous_run_plays_new_games(script, monkeypatch):
-    """Emulators that no checkpoint holds must not replay the random numbers of the run's start."""
-    streams, seeds, seed = [], [], script.module.stream_seed
-    monkeypatch.setattr(script.module, "make_envs", lambda args, split, n: streams.append(split) or script.fake(n))
-    monkeypatch.setattr(script.module, "stream_seed", lambda *rest: seeds.append(rest[1]) or seed(*rest))
-    _, saved = script.run(None, 2)
-    args = dict(saved["args"]) | dict(resume=str(script.path / "run"), total_timesteps=4 * 64)
-    script.module.train(script.module.Args(**args))
-    actions = [name for name in seeds if "actions" in name]
-    assert len(streams) == len(set(streams)) == 2 and len(actions) == len(set(actions)) == 2, (streams, seeds)
+    assert all(rows <= (i + 2) * 64 + 32 for i, rows in enumerate(begun)), begun
+    assert begun[0] == 2 * 64 + 32  # they do go ahead
+    assert sum(len(group.actions) for group in envs) * 2 == 6 * 64 + 32
 
 
 def test_groups_take_turns(script):
-    """One-threaded, with datasets of a single rollout: each group acts for every other one, over a resume too."""
+    """With datasets of a single rollout each group acts for every other one."""
     groups = [script.fake(2), script.fake(2)]
-    _, saved = script.run(groups, 3, num_groups=2, sync=True, **script.half)
+    script.run(groups, 3, num_groups=2, sync=True, size=32, **script.half)
     assert [len(group.actions) for group in groups] == [2 * 16, 16 + 16]
-    groups = [script.fake(2), script.fake(2)]
-    args = dict(saved["args"]) | dict(resume=str(script.path / "run"), total_timesteps=4 * 32)
-    script.module.train(script.module.Args(**args), groups)
-    assert [len(group.actions) for group in groups] == [0, 16 + 16]
 
 
-def test_vtrace_gets_its_limits(script, monkeypatch):
-    calls, vtrace = [], script.module.vtrace
-    monkeypatch.setattr(script.module, "vtrace", lambda *rest: calls.append(rest) or vtrace(*rest))
-    more = dict(vtrace=True) if script.switch == "vtrace" else dict(vtrace_lambda=0.6)
-    script.run([script.fake()], sync=True, gamma=0.95, rho_bar=0.9, c_bar=0.7, **more)
-    expected = (0.95, 0.9, 0.7) + ((0.6,) if "vtrace_lambda" in more else ())
-    assert calls and all(rest[5:] == expected for rest in calls)
+def test_the_head_start_counts_nowhere(script):
+    """Group g plays num_steps * g random steps first: no step, reward or game of them is in any metric."""
+    groups = [script.fake(), script.fake()]
+    metrics = script.run(groups, num_envs=8, num_groups=2, sync=True, size=128, **script.double)
+    assert [len(group.actions) for group in groups] == [16, 32] and metrics["step"] == 128
+    assert min(np.bincount(np.concatenate(groups[1].actions[:16]), minlength=4)) > 4
+    returns, lengths = [], []
+    for group, first in zip(groups, (0, 16), strict=True):
+        total, length = np.zeros(4), np.zeros(4)
+        for reward, ended, cut, over in group.log[first:]:
+            counts = ~over | (script.autoreset == SAME_STEP)  # the row after an end is no transition
+            total += np.where(counts, reward, 0)
+            length += counts
+            done = ended | cut
+            returns += total[done].tolist()
+            lengths += length[done].tolist()
+            total[done] = length[done] = 0
+    assert metrics["episode/count"] == len(returns)
+    assert metrics["episode/return"] == pytest.approx(np.mean(returns), rel=1e-5)
+    assert metrics["episode/length"] == pytest.approx(np.mean(lengths))
 
 
-def test_actor_exception_ends_the_run(script):
+def test_a_resumed_run_plays_new_games(script, monkeypatch):
+    """Neither the emulators' random numbers nor those of actions and head start are those of the run's start."""
+    streams, names, seed = [], [], script.module.stream_seed
+
+    def make_envs(args, num_envs, stream):
+        streams.append(stream)
+        return RecordEpisodeStatistics(script.fake(num_envs))
+
+    monkeypatch.setattr(script.module, "make_envs", make_envs)
+    monkeypatch.setattr(script.module, "stream_seed", lambda *rest: names.append(rest[1]) or seed(*rest))
+    script.run(None, 2)
+    script.run(None, 4, resume=str(script.path / "run"))
+    actions = [name for name in names if "actions" in name]
+    assert len(streams) == len(set(streams)) == 2 and len(actions) == len(set(actions)) == 2, (streams, names)
+    assert [int(row["step"]) for row in read(script.path / "run")] == [64, 128, 192, 256]
+
+
+def test_a_resumed_run_may_have_other_batches(script):
+    """Its steps are then no multiple of a batch, and its last iteration needs rollouts like any other."""
+    script.run([script.fake()], 3, size=32, num_steps=8, **script.half)
+    metrics = script.run([script.fake()], 3, resume=str(script.path / "run"))
+    assert metrics["step"] == 96 + 2 * 64
+
+
+def test_a_published_copy_is_never_written_to(script):
+    """The weights an actor acts with are of one version, the newest, whatever the learner does meanwhile."""
+    agent = torch.nn.Linear(300, 300)
+    torn, seen = [], set()
+
+    def publish(version):
+        agent.version = version
+        torch.nn.init.constant_(agent.weight, version)
+        torch.nn.init.constant_(agent.bias, version)
+        actors.publish(agent)
+
+    def rollout(group, actors, T):
+        for _ in range(T):
+            acting = actors.agent
+            weights = torch.cat([acting.weight.flatten(), acting.bias])
+            torn.append(bool((weights != acting.version).any()))
+            assert not weights.requires_grad
+            seen.add(acting.version)
+        return actors.agent.version
+
+    agent.version = 0
+    actors = script.module.Actors([None], agent, rollout, 1000, size=1, ahead=1, total=2)
+    publish(0)
+    threading.Thread(target=lambda: [publish(version) for version in range(1, 300)]).start()
+    first = actors.dataset()
+    while agent.version < 299:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    actors.dataset()
+    assert not any(torn) and len(seen) > 3
+    assert actors.agent.version == 299 and len(first) == 1
+    actors.stop()
+
+
+def test_an_actors_failure_ends_the_run(script):
+    """What it raised is raised, what was learned before it is saved, and no thread is left for the interpreter."""
+
     class Broken(FakeVecEnv):
         def step(self, actions):
-            if len(self.actions) == 20:
+            if len(self.actions) == 40:
                 raise ValueError("the emulator is gone")
             return super().step(actions)
 
@@ -180,69 +238,33 @@ def test_actor_exception_ends_the_run(script):
     with pytest.raises(ValueError, match="the emulator is gone"):
         script.run([script.fake(cls=Broken)], 10)
     assert time.perf_counter() - start < 10
-    assert not actors()  # an interpreter that exits under one crashes
+    assert not actors()
+    assert saved_step(script) == 2 * 64
 
 
-def test_actor_exception_ends_an_update(script, monkeypatch):
-    """A long update does not delay it: it is noticed after the present SGD step."""
-
-    class Broken(FakeVecEnv):
-        def step(self, actions):
-            if len(self.actions) == 20:
-                raise SystemExit(0)  # which must not pass for a clean end either
-            return super().step(actions)
-
-    publish, steps = script.module.Published.publish, []
-
-    def slow(self, *rest):
-        time.sleep(0.2)
-        steps.append(0)
-        return publish(self, *rest)
-
-    monkeypatch.setattr(script.module.Published, "publish", slow)
-    with pytest.raises(RuntimeError, match="an actor ended"):
-        script.run([script.fake(cls=Broken)], 10, update_epochs=50)
-    assert len(steps) < 20
-
-
-def test_stopping_many_hung_actors_takes_one_deadline(script):
-    hung = script.module.Rollouts(1, 1, 9)
-    threads = [threading.Thread(target=time.sleep, args=(7,), daemon=True) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    start = time.perf_counter()
-    hung.stop(threads)
-    assert time.perf_counter() - start < 6.5
-
-
-def test_a_generator_of_another_kind_of_device_is_started_anew(script):
-    """--device may change on resume: a CUDA generator's state, 16 bytes, is no CPU one's."""
-    _, saved = script.run([script.fake()], sync=True)
-    for group in saved["groups"]:
-        group["rng"] = torch.zeros(16, dtype=torch.uint8)
-    torch.save(saved, script.path / "run" / "checkpoint.pt")
-    args = dict(saved["args"]) | dict(resume=str(script.path / "run"), total_timesteps=2 * 64)
-    assert script.module.train(script.module.Args(**args), [script.fake()])["step"] == 128
-
-
-def test_interrupt_leaves_no_actor(script, monkeypatch):
-    log = script.module.Run.log
+def test_an_interrupt_ends_actors_within_a_step(script, monkeypatch):
+    """Not at the end of their rollouts, which may take minutes; the learner's state is saved before."""
+    interrupted = []
 
     class SlowLater(FakeVecEnv):
         def step(self, actions):
-            time.sleep(0.5 * (len(self.actions) >= 3 * 16))  # in the rollout after the last that is learned
+            time.sleep(0.5 * (len(self.actions) >= self.fast))
             return super().step(actions)
 
-    def interrupted(self, step, metrics):
-        if step == 3 * 64:
+    def interrupt(metrics):
+        if metrics["step"] == 3 * 64:
+            interrupted.append(time.perf_counter())
             raise KeyboardInterrupt
-        return log(self, step, metrics)
 
-    monkeypatch.setattr(script.module.Run, "log", interrupted)
+    in_log(monkeypatch, script, interrupt)
+    groups = [script.fake(2, SlowLater), script.fake(2, SlowLater)]
+    for g, group in enumerate(groups):
+        group.fast = (3 + g) * 16  # until the rollout after the last that is learned; group 1 has a head start
     with pytest.raises(KeyboardInterrupt):
-        script.run([script.fake(2, SlowLater), script.fake(2, SlowLater)], 10, num_groups=2)
-    assert not actors()  # which were amid a step
-    assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 2 * 64
+        script.run(groups, 10, num_groups=2)
+    assert time.perf_counter() - interrupted[0] < 4  # a rollout takes 8
+    assert not actors()
+    assert saved_step(script) >= 2 * 64
 
 
 COMMANDS = {
@@ -256,14 +278,8 @@ def test_asynchronous_command_stops_and_goes_on(name, tmp_path):
     """As a user starts it: SIGINT ends it with 130, a checkpoint and no process left; --resume goes on to 0."""
     command = [sys.executable, ROOT / f"{name}.py", *COMMANDS[name].split(), "--run-name", "a", "--torch-threads", "1"]
     command += ["--total-timesteps", "100000000", "--eval-episodes", "2"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
     lines = (line for line in process.stdout if line.startswith("step "))
     for _ in range(3):
         next(lines)
@@ -291,15 +307,14 @@ def test_overlap_pays_when_environments_wait(script):
             return super().step(actions)
 
     def speed(name, **changes):
+        """Datasets of one rollout, so that with --sync the groups act one after the other."""
         envs = [script.fake(cls=Waits, seed=seed) for seed in (0, 1)]
-        options = dict(num_envs=8, num_groups=2, minibatch_size=128, update_epochs=8) | changes
-        batch = script.run(envs, 16, name, **options)[0]["step"] / 16
-        rows = read(script.path / name)[4:-4]  # while the actors still have something to do
-        return rows, batch * len(rows) / sum(batch / float(row["time/sps"]) for row in rows), batch
+        script.run(envs, 24, name, size=64, num_envs=8, num_groups=2, update_epochs=8, **changes)
+        rows = read(script.path / name)[4:-6]  # while the actors still have something to do
+        return rows, 64 * len(rows) / sum(64 / float(row["time/sps"]) for row in rows)
 
-    rows, _, batch = speed("calibrate", sync=True)
-    learn = np.median([float(row["time/learn_s"]) for row in rows])
-    Waits.pause = learn / (batch / 4)  # batch / 4 steps of 4 environments, one after the other in sync
+    rows, _ = speed("calibrate", sync=True)
+    Waits.pause = np.median([float(row["time/learn_s"]) for row in rows]) / 16
     ratios = [speed(f"async {i}")[1] / speed(f"sync {i}", sync=True)[1] for i in range(3)]
     print("asynchronous over sync:", ratios)
     assert np.median(ratios) > 1.6
