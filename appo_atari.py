@@ -4,46 +4,42 @@
     python appo_atari.py --env-id Pong --minibatch-size 256 --update-epochs 2 --lr 5e-4 \\
         --ent-coef 0.01 --num-batches-to-accumulate 1 --total-timesteps 4000000  # two cores
     python appo_atari.py --env-id Breakout --vtrace  # V-trace instead of GAE
-    python appo_atari.py --env-id Breakout --sync    # no overlap, reproducible on a CPU
+    python appo_atari.py --env-id Breakout --sync    # acts, then learns: reproducible
     python appo_atari.py --resume runs/NAME          # go on with a stopped run
 
-Sample Factory: Petrenko et al. 2020, arXiv:2006.11751; the setting is that of M. Stammers' model
-card for Asteroids. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
-arXiv:1506.02438. V-trace: Espeholt et al. 2018, arXiv:1802.01561.
+Sample Factory: Petrenko et al. 2020, arXiv:2006.11751, in the setting of M. Stammers' model card
+for Asteroids. V-trace: Espeholt et al. 2018, arXiv:1802.01561. Groups of environments are stepped
+by a thread each, with the newest weights, while the learner trains on what is complete.
 
-Environments are split into groups, each stepped by its own thread with the newest published
-weights, while the learner trains on the datasets that are complete.
-
-Measured: Pong, the second command with 0.5M steps, on 2 CPU cores: 16.6 +- 2.6 (standard error
-over three seeds, each the mean of 100 games); one seed of 4M, stopped at 0.85M: 19.4. Steps a
-second there, beside Sample Factory 2.1.1 in equal sizes: 2.06 and 2.15 times as many (two pairs).
-All by a version whose value clip was off its centre. The default setting was not run yet.
+Measured with the second command on 2 CPU cores: Pong, 0.5M steps, 16.6 +- 2.6 (standard error over
+3 seeds); one seed of 4M steps, stopped at 0.85M: 19.4. Steps a second, with 16 environments: 2.1
+times Sample Factory 2.1.1's (two pairs of runs). All of it before the value clip was corrected.
+The default setting was not run yet.
 
 Unlike a textbook PPO, as in Sample Factory:
-- the clip interval is [1 / (1 + clip), 1 + clip], the ratio itself stays in [0.05, 20];
-- the critic predicts normalised returns, and its clip is in their units, around what it predicted
-  when acting; observations are normalised too, element by element;
-- minibatches are whole trajectories, in a fixed order; no gradient clipping;
+- the ratio is clipped to [1 / (1 + clip), 1 + clip], and clamped to [0.05, 20] before;
+- the critic predicts normalised returns; frames are normalised too, element by element;
+- minibatches are whole trajectories in a fixed order; no gradient clipping;
 - rows that are too old are masked.
 
 Departures, effects not measured:
-- EnvPool emulates: it turns frames grey and resizes them its own way and plays its random no-ops
-  after a lost life too (theirs one); the ignored action after an end is masked;
-- 32 environments for one policy (16 for each of the card's two: run another seed for the second);
-- a game cut at the time limit bootstraps from its last observation (Sample Factory treats it as
-  lost: it adds gamma V only with `value_bootstrap`, which the card sets to false);
-- the learning rate falls to 0 (theirs counts frames against samples and ends at 0.75 of it);
-- GAE takes values in rewards under the statistics of acting (theirs: of learning), observations'
-  statistics leave out row T + 1, returns' masked rows;
+- EnvPool emulates: another grey and resizing, random no-ops after a lost life too (theirs one),
+  and a step after each end that ignores its action (masked here);
+- 32 environments for one policy (theirs 16 for each of two: run a second seed);
+- a game cut at the time limit bootstraps from its last observation (Sample Factory adds gamma V
+  only with `value_bootstrap`, which the card sets to false: the cut is an end);
+- the learning rate falls to 0 (theirs, counting frames against samples, to 0.75 of the first);
+- GAE has values in rewards by the statistics of acting (theirs of learning); the statistics of
+  frames leave out row T + 1, those of returns masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
-- the deviation of advantages is divided by n and has a floor of 1e-4 (theirs n - 1 and 1e-7);
-- V-trace works with normalised returns and bootstraps from row T + 1 (theirs refuses the first
-  and loses the last reward);
-- groups get the random head start, not single environments;
-- no early stop when an epoch's loss stays as it was.
+- advantages' deviation is over n rows with a floor of 1e-4 (theirs n - 1 and 1e-7);
+- V-trace goes with normalised returns and bootstraps from row T + 1 (theirs refuses the first and
+  loses the last reward);
+- groups get the random head start, not single environments; no early end of an update.
 
 Left out on purpose: films and greedy play (benchmark/evaluate.py), emulator states in checkpoints
-(a resumed run starts new games), recurrent networks, several policies, KL-adaptive learning rates.
+(a resumed run starts new games), recurrent and other networks, several policies, learning rates
+that adapt to the KL, V-trace's limits other than 1.
 """
 
 import contextlib
@@ -82,14 +78,12 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    env_id: str = "Breakout"  # game as EnvPool spells it, with or without -v5
-    total_timesteps: int = (
-        25_000_000  # agent steps of all environments, floored to whole iterations
-    )
-    seed: int = 1  # of weights, games, actions; equal --sync CPU runs write equal metrics
+    env_id: str = "Breakout"  # Atari game as EnvPool spells it, with or without -v5
+    total_timesteps: int = 25_000_000  # agent steps of all environments, 4 frames each
+    seed: int = 1  # equal --sync runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where none is given
+    resume: str = ""  # run folder to go on with; its flags hold where you give none
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step a group's environments; 0 = the core count
@@ -97,11 +91,11 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games at the end, the same number an environment; 0 = none
+    eval_episodes: int = 100  # games at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    quiet: bool = False  # no progress
+    quiet: bool = False  # only results, no progress
     # environment
-    repeat_action_probability: float = 0  # sticky: a raw frame's chance to repeat the last action
+    repeat_action_probability: float = 0  # a raw frame's chance to repeat the last action
     noop_max: int = 30  # most no-ops at an episode's start, at least 1
     fire_reset: bool = True  # press FIRE at an episode's start
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
@@ -109,26 +103,26 @@ class Args:
     frame_size: Literal[84, 96] = 84  # pixels a side, grey
     stack: int = 4  # frames shown
     num_envs: int = 32  # parallel environments
-    num_groups: int = 2  # groups of them, each with an actor thread
+    num_groups: int = 2  # groups of them, each stepped by a thread of its own
     # optimisation
-    num_steps: int = 128  # rollout length an environment
-    minibatch_size: int = 1024  # rows in one SGD step: whole trajectories
+    num_steps: int = 128  # rollout length per environment
+    minibatch_size: int = 1024  # rows per SGD step: whole trajectories
     num_minibatches: int = 8  # minibatches of a dataset, which is an iteration
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[float, ...] = (3.033891184e-4,)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
-    anneal_lr: bool = True  # times what is left of the run: it falls to 0
+    anneal_lr: bool = True  # times the share of the run that is left: it falls to 0
     adam_eps: float = 1e-5  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
-    sync: bool = False  # no overlap: act, then learn
+    sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = 1000  # rows acted by weights that are as many SGD steps old are masked
+    max_policy_lag: int = (
+        1000  # rows acted by weights this many SGD steps old, or older, are masked
+    )
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
-    vtrace: bool = False  # targets and advantages of V-trace, anew in every minibatch, not GAE's
-    rho_bar: float = 1  # V-trace: limit of the weight of a row's own temporal difference
-    c_bar: float = 1  # V-trace: limit of the weights that pass later differences on
+    vtrace: bool = False  # targets and advantages by V-trace, anew in each minibatch, not by GAE
     clip: float = 0.1  # the ratio's interval is 1 / (1 + this) to 1 + this
     vf_clip: float = 1  # how far the value may move from the old one, in normalised returns
     vf_coef: float = 0.5  # weight of the value term, which has no 1/2
@@ -137,25 +131,26 @@ class Args:
 
 def check(args: Args):
     """Raise UsageError for what would train nothing or train on NaN."""
+    T = args.num_steps
     dataset = args.minibatch_size * args.num_minibatches
-    if min(args.num_envs, args.num_groups, args.num_steps, args.update_epochs, dataset) < 1:
-        raise UsageError("--num-envs, --num-groups, --num-steps, ...: must be at least 1")
+    if min(args.num_envs, args.num_groups, T, args.num_minibatches, args.update_epochs) < 1:
+        flags = "--num-envs, --num-groups, --num-steps, --num-minibatches, --update-epochs"
+        raise UsageError(f"{flags}: must be at least 1")
+    if min(args.num_batches_to_accumulate, args.micro_batch, args.eval_episodes) < 0:
+        raise UsageError("--num-batches-to-accumulate, --micro-batch, --eval-episodes: at least 0")
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
-    if args.minibatch_size < 2 or args.minibatch_size % args.num_steps:
-        raise UsageError(
-            f"--minibatch-size {args.minibatch_size}: whole trajectories of {args.num_steps} rows"
-        )
-    rollout = args.num_steps * args.num_envs // args.num_groups
+    if args.minibatch_size < 2 or args.minibatch_size % T:
+        raise UsageError(f"--minibatch-size {args.minibatch_size}: a multiple of --num-steps {T}")
+    rollout = args.num_envs // args.num_groups * T
     if dataset % rollout:
-        raise UsageError(
-            f"--num-minibatches: a dataset of {dataset} rows is not whole rollouts of {rollout}"
-        )
+        rule = f"whole rollouts of a group, {rollout} rows each"
+        raise UsageError(f"--num-minibatches {args.num_minibatches}: {dataset} rows are not {rule}")
     if args.total_timesteps < dataset * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {dataset * WORLD}")
-    if args.num_batches_to_accumulate < 0 or args.max_policy_lag < 1:
-        raise UsageError("--num-batches-to-accumulate: at least 0; --max-policy-lag: at least 1")
-    schedule(0, args.lr)
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    schedule(0, args.lr)  # raises UsageError
     schedule(0, args.ent_coef)
 
 
@@ -253,42 +248,54 @@ def stream_seed(seed: int, stream: str) -> int:
 # --- network ---
 
 
-class RunningMoments(nn.Module):
-    """Mean and deviation of all rows so far, element by element, from sums of 1, x and x^2.
+class Normalizer(nn.Module):
+    """Running mean and deviation, element by element, as Sample Factory begins and bounds them.
 
-    They begin, and are kept from 0, as Sample Factory's do: as if one row of mean 0 and variance 1
-    had been seen, and with 1e-5 added to the variance; both measured in `unit`.
+    One row of mean 0 and variance 1 comes first, and the variance is 1e-5 larger: both in `unit`s.
     """
 
-    def __init__(self, shape: tuple[int, ...], unit: float = 1):
+    def __init__(self, shape: tuple[int, ...], unit: float):
         super().__init__()
-        self.unit = unit
-        self.register_buffer("sums", torch.zeros(3, *shape, dtype=torch.float64))
-        # With a dimension more, for 4-d ones become channels_last too: normalising costs a third then.
+        self.floor = 1e-5 * unit**2
+        # A dimension more than x: so Agent makes them channels-last, as x, or each pass is slow.
         self.register_buffer("mean", torch.zeros(1, *shape))
-        self.register_buffer("std", torch.full((1, *shape), unit * (1 + 1e-5) ** 0.5))
+        self.register_buffer("std", torch.full((1, *shape), (unit**2 + self.floor) ** 0.5))
+        self.register_buffer("sums", torch.zeros(3, *shape, dtype=torch.float64))  # of 1, x, x^2
         self.sums[0] = 1
         self.sums[2] = unit**2
 
-    def add(self, count, total, squares):
-        """Count more rows, whose sum is `total` and whose squares' sum is `squares`."""
-        self.sums[0] += sum_over_ranks(count)
-        self.sums[1] += sum_over_ranks(total)
-        self.sums[2] += sum_over_ranks(squares)
+    def update(self, x):
+        """x: (B, *shape). Pixels are summed in float32, which is exact for 64 rows."""
+        new = torch.zeros_like(self.sums)
+        new[0] = len(x)
+        for rows in x.split(64):
+            rows = rows.float() if x.dtype == torch.uint8 else rows.double()
+            new[1] += rows.sum(0)
+            new[2] += rows.square().sum(0)
+        self.sums += sum_over_ranks(new)
         mean = self.sums[1] / self.sums[0]
         variance = (self.sums[2] / self.sums[0] - mean**2).clamp(min=0)
         self.mean.copy_(mean)
-        self.std.copy_((variance + 1e-5 * self.unit**2).sqrt())
+        self.std.copy_((variance + self.floor).sqrt())
+
+    def normalize(self, x):
+        return ((x - self.mean) / self.std).clamp(-5, 5)
+
+    def denormalize(self, x):
+        return x.clamp(-5, 5) * self.std + self.mean
 
 
 class Agent(nn.Module):
-    """Sample Factory's convnet_atari: uint8 (B, C, S, S) -> logits (B, A), normalised value (B,)."""
+    """Sample Factory's convnet_atari: uint8 (B, C, S, S) -> logits (B, A), value (B,).
+
+    The value is a normalised return; self.returns.denormalize makes it one in rewards.
+    """
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.version = 0  # SGD steps so far
-        self.obs_moments = RunningMoments(obs_shape, unit=255)
-        self.return_moments = RunningMoments(())
+        self.version = 0  # SGD steps of this process
+        self.frames = Normalizer(obs_shape, unit=255)
+        self.returns = Normalizer((), unit=1)
         self.convs = nn.Sequential(
             nn.Conv2d(obs_shape[0], 32, 8, stride=4),
             nn.ReLU(),
@@ -308,24 +315,18 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Bytes are re-ordered before they become floats, and in place: each pass takes time.
+        # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float()
-        x = x.sub_(self.obs_moments.mean).div_(self.obs_moments.std).clamp_(-5, 5)
-        x = self.convs(x).permute(0, 2, 3, 1).flatten(1)  # no copy: its layout is channels-last
+        x = x.sub_(self.frames.mean).div_(self.frames.std).clamp_(-5, 5)
+        x = self.convs(x).permute(0, 2, 3, 1).flatten(1)  # no copy: it is channels-last
         x = F.relu(self.hidden(x))
         with torch.autocast(x.device.type, enabled=False):
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
-    def normalized(self, value):
-        """Reward units -> what the critic predicts."""
-        return ((value - self.return_moments.mean) / self.return_moments.std).clamp(-5, 5)
-
-    def in_rewards(self, value):
-        """What the critic predicts -> reward units."""
-        return value.clamp(-5, 5) * self.return_moments.std + self.return_moments.mean
-
 
 # --- mathematics ---
+
+RATIO_RANGE = (0.05, 20)  # Sample Factory: what is beyond is noise
 
 
 def sample(logits, generator=None):
@@ -349,33 +350,39 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     return advantage
 
 
-def vtrace(reward, value, terminated, done, rho, gamma: float, rho_bar: float, c_bar: float):
-    """V-trace (Espeholt et al. 2018, eq. 1) -> targets vs (T, N), advantages (T, N).
+def vtrace(reward, value, terminated, done, rho, gamma: float):
+    """V-trace (Espeholt et al. 2018, section 4.1, both limits 1) -> vs, advantages, both (T, N).
 
-    As gae, but value is of the present critic; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t).
+    As gae; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the present policy and the one that acted;
+    value: of the present critic.
     """
     discount = gamma * (1 - terminated)
-    c = rho.clamp(max=c_bar)
-    rho = rho.clamp(max=rho_bar)
+    rho = rho.clamp(max=1)
+    c = rho * (1 - done)
     delta = rho * (reward + discount * value[1:] - value[:-1])
-    correction = torch.zeros_like(value)  # vs - V
+    correction = torch.zeros_like(value)  # vs - V; beyond the last row V itself is the target
     for t in reversed(range(len(reward))):
-        correction[t] = delta[t] + discount[t] * c[t] * (1 - done[t]) * correction[t + 1]
+        correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(
-        done > 0, value[1:], vs[1:]
-    )  # an end in row t: vs[t + 1] is another game's
-    return vs[:-1], rho * (reward + discount * next_vs - value[:-1])
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next game
+    advantage = rho * (reward + discount * next_vs - value[:-1])
+    return vs[:-1], advantage
 
 
-RATIO_RANGE = (0.05, 20)  # what is beyond is noise, as in Sample Factory
+def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
+    """Targets and advantages (T, n), given the present logits (T + 1, n, A), value (T + 1, n)."""
+    logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
+    rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE)
+    ends = minibatch["terminated"], minibatch["done"]
+    vs, advantage = vtrace(minibatch["reward"], value, *ends, rho, gamma)
+    return {"target": vs, "advantage": advantage}
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
-    """What the loss is made of, a number a row: logits (B, A) and value (B,) are the new ones.
+    """What the loss is made of, each (B,): logits (B, A) and value (B,) are the new ones.
 
-    policy: negated clipped surrogate; value: the larger of the plain and the clipped squared
-    error, in normalised returns; approx_kl: the sampled estimate r - 1 - log r of KL(old || new).
+    policy: negated clipped surrogate; value: the larger of the plain and the clipped squared error,
+    in normalised returns; approx_kl: the estimate r - 1 - log r of KL(old || new).
     """
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
@@ -395,32 +402,10 @@ def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
     }
 
 
-@torch.no_grad()
-def vtrace_columns(agent, forward, minibatch: dict, micro_batch: int, args: Args) -> dict:
-    """Targets and advantages (T, n) under the present weights, in rewards."""
-    obs = minibatch["obs"]
-    outputs = [forward(piece) for piece in obs.flatten(0, 1).split(micro_batch)]
-    logits = torch.cat([logits for logits, _ in outputs]).unflatten(0, obs.shape[:2])
-    value = torch.cat([value for _, value in outputs]).unflatten(0, obs.shape[:2])
-    logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
-    target, advantage = vtrace(
-        minibatch["reward"],
-        agent.in_rewards(value),
-        minibatch["terminated"],
-        minibatch["done"],
-        (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE),
-        args.gamma,
-        args.rho_bar,
-        args.c_bar,
-    )
-    return {"target": target, "advantage": advantage}
-
-
-def standardize_valid(x, valid):
-    """Zero mean and unit variance over the valid rows, of all ranks; the others become 0."""
-    count = sum_over_ranks(valid.sum()).clamp(min=1)
-    x = (x - sum_over_ranks((x * valid).sum()) / count) * valid
-    variance = sum_over_ranks(x.square().sum()) / count
+def standardize_valid(x, valid, num_valid):
+    """Zero mean and unit variance over the num_valid rows of all ranks; the others become 0."""
+    x = (x - sum_over_ranks((x * valid).sum()) / num_valid) * valid
+    variance = sum_over_ranks(x.square().sum()) / num_valid
     return x / variance.sqrt().clamp(min=1e-4)
 
 
@@ -503,47 +488,46 @@ class Actors:
             thread.shutdown(cancel_futures=True)
 
 
-@torch.no_grad()  # of the actor's thread
+@torch.no_grad()
 def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
-    """T steps of a group's N environments -> columns, the games that ended, seconds.
+    """T steps of a group's N environments: columns (T, N), finished games, seconds.
 
-    Row t = (obs_t, a_t, log mu(a_t|obs_t), V(obs_t), version_t, r_{t+1}, terminated_{t+1},
-    done_{t+1}, valid_t), and obs has row T + 1. The row after an end is no transition: its action
-    is ignored, valid_t = not done_t.
+    Row t = (obs_t, a_t, log mu(a_t|obs_t), V(obs_t), version_t of the policy mu, r_{t+1},
+    terminated_{t+1}, done_{t+1}, valid_t). There is one obs more, which bootstraps the last row.
+    The row after an end is no transition, its action is ignored: it is not valid.
     """
+    device = next(actors.agent.parameters()).device
     N = group.envs.num_envs
-    device = group.generator.device
     columns = {
-        "obs": torch.zeros(T + 1, *group.obs.shape, dtype=torch.uint8, device=device),
+        "obs": torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
-        "value": torch.zeros(T, N, device=device),  # what the critic predicts: normalised
+        "value": torch.zeros(T, N, device=device),  # as predicted: normalised
         "value_in_rewards": torch.zeros(T, N, device=device),
-        "version": torch.zeros(T, N, dtype=torch.int64),
+        "version": torch.zeros(T, N),  # from here on the CPU, where GAE runs
         "reward": torch.zeros(T, N),
         "terminated": torch.zeros(T, N),
         "done": torch.zeros(T, N),
         "valid": torch.zeros(T, N),
     }
-    returns, lengths = [], []
-    env_s = policy_s = 0.0
-    mark = time.perf_counter()
+    returns, lengths = [], []  # of the games that end
+    policy_s, env_s = 0.0, 0.0
     for t in range(T):
         if actors.stopped.is_set():
             return {}  # which nobody reads
-        agent = actors.agent  # the newest, and the same one for the whole step
+        start = time.perf_counter()
+        agent = actors.agent  # the newest, and the same one for all of this step
         columns["obs"][t] = torch.from_numpy(group.obs)
-        columns["valid"][t] = torch.from_numpy(~group.done)
         columns["version"][t] = agent.version
+        columns["valid"][t] = torch.from_numpy(~group.done)
         logits, value = agent(columns["obs"][t])
         action = sample(logits, group.generator)
         columns["action"][t] = action
         columns["logp"][t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
         columns["value"][t] = value
-        columns["value_in_rewards"][t] = agent.in_rewards(value)
-        action = action.cpu().numpy()  # the one wait a step
-        now = time.perf_counter()
-        policy_s += now - mark
+        columns["value_in_rewards"][t] = agent.returns.denormalize(value)
+        action = action.cpu().numpy()
+        acted = time.perf_counter()
         group.obs, reward, terminated, truncated, info = group.envs.step(action)
         group.done = terminated | truncated
         if "episode" in info:
@@ -552,11 +536,11 @@ def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
         columns["reward"][t] = torch.from_numpy(np.float32(reward))
         columns["terminated"][t] = torch.from_numpy(terminated)
         columns["done"][t] = torch.from_numpy(group.done)
-        mark = time.perf_counter()
-        env_s += mark - now
+        policy_s += acted - start
+        env_s += time.perf_counter() - acted
     columns["obs"][T] = torch.from_numpy(group.obs)
-    seconds = {"env_s": env_s, "policy_s": policy_s}
-    return {"columns": columns, "returns": returns, "lengths": lengths} | seconds
+    games = {"returns": returns, "lengths": lengths}
+    return {"columns": columns, "policy_s": policy_s, "env_s": env_s} | games
 
 
 # --- training ---
@@ -566,32 +550,32 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
 
     envs: a list of args.num_groups VectorEnvs of equal size with next-step autoreset, uint8
-    (C, H, W) observations, discrete actions, each stepped by its own thread. They are not seeded,
-    evaluated or closed. None = Atari as args say. Raises UsageError, OSError, FloatingPointError
-    (a loss is not finite), KeyboardInterrupt, and what an environment raised.
+    (C, H, W) observations, discrete actions. They are not seeded, evaluated or closed. None =
+    EnvPool's Atari as args say. Raises UsageError, OSError, FloatingPointError (a loss is not
+    finite), KeyboardInterrupt, and what an actor raised.
     """
     check(args)
     device = set_up(args)
-    T, G = args.num_steps, args.num_groups
-    N = args.num_envs // G
-    dataset_size = args.minibatch_size * args.num_minibatches  # of this rank
-    batch_size = dataset_size * WORLD
+    T = args.num_steps
+    N = args.num_envs // args.num_groups
+    num_rows = args.minibatch_size * args.num_minibatches  # of this rank
+    batch_size = num_rows * WORLD
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # Another rank, and a resumed run, plays other games and draws other actions.
+    # A resumed run, and another rank, plays other games and draws other actions.
     stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
     own_envs = envs is None
     if own_envs:
-        envs = [make_envs(args, N, f"{stream} {g}") for g in range(G)]
+        envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
     else:
         args = replace(args, env_id=type(envs[0].unwrapped).__name__)
-        envs = [RecordEpisodeStatistics(group_envs) for group_envs in envs]
-    for group_envs in envs:
-        mode = group_envs.metadata.get("autoreset_mode")
-        if len(envs) != G or group_envs.num_envs != N or mode != AutoresetMode.NEXT_STEP:
-            needs = f"needs {G} groups of {N} environments, next-step autoreset"
-            raise UsageError(f"--num-envs {args.num_envs}: {needs}; not {len(envs)} {group_envs}")
+        envs = [RecordEpisodeStatistics(group) for group in envs]
+    sizes = [group.num_envs for group in envs]
+    modes = {group.metadata.get("autoreset_mode") for group in envs}
+    if sizes != [N] * args.num_groups or modes != {AutoresetMode.NEXT_STEP}:
+        needed = f"{args.num_groups} groups of {N} environments, next-step autoreset"
+        raise UsageError(f"--num-envs, --num-groups: need {needed}; not {sizes}, {modes}")
     obs_shape = envs[0].single_observation_space.shape
     num_actions = envs[0].single_action_space.n
 
@@ -603,73 +587,72 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        agent.version = saved["version"]
+        optimizer.param_groups[0]["eps"] = args.adam_eps
         best = saved["best"]
-    width = args.minibatch_size // T  # trajectories in a minibatch
+    groups = []
+    for g in range(args.num_groups):
+        seed = stream_seed(args.seed, f"{stream} actions {g}")
+        groups.append(Group(envs[g], seed, device, head_start=g * T))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
+    trajectories = args.minibatch_size // T
     recent = deque(maxlen=100)  # returns of the last games
-    groups = [
-        Group(group_envs, stream_seed(args.seed, f"{stream} actions {g}"), device, g * T)
-        for g, group_envs in enumerate(envs)
-    ]
 
     def forward(obs):
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             return network(obs)
 
-    def add_returns(target, valid):
-        target = target.double() * valid
-        agent.return_moments.add(valid.sum(), target.sum(), target.square().sum())
+    @torch.no_grad()
+    def predict(obs):
+        """(R, M, C, H, W) -> logits (R, M, A), value (R, M) in rewards, in micro-batches."""
+        outputs = [forward(piece) for piece in obs.flatten(0, 1).split(micro_batch)]
+        logits = torch.cat([logits for logits, _ in outputs])
+        value = agent.returns.denormalize(torch.cat([value for _, value in outputs]))
+        return logits.unflatten(0, obs.shape[:2]), value.view(obs.shape[:2])
 
     def save(name: str):
-        state = {"step": step, "best": best, "version": agent.version}
+        state = {"step": step, "best": best}
         state |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
         logger.save(name, state)
 
     logger = Logger(args, device, step, total)
-    per_dataset = dataset_size // (T * N)
+    rollouts_per_dataset = num_rows // (T * N)
+    rollouts = math.ceil((total - step) / batch_size) * rollouts_per_dataset
     ahead = 0 if args.sync else args.num_batches_to_accumulate
-    rollouts_left = (total - step) // batch_size * per_dataset
-    actors = Actors(groups, agent, appo_rollout, T, per_dataset, ahead, rollouts_left)
+    actors = Actors(groups, agent, appo_rollout, T, rollouts_per_dataset, ahead, rollouts)
     last_save = time.monotonic()
     metrics = {}
     try:
         while step < total:
-            # Dataset: M trajectories side by side; the next ones are under way meanwhile
+            logger.mark = time.perf_counter()  # saving and evaluating are not booked
+            # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
             dataset = actors.dataset()
-            logger.lap("queue_wait", batch_size)
             batch = {}
             for name in dataset[0]["columns"]:
-                batch[name] = torch.cat([one["columns"][name] for one in dataset], 1)
+                batch[name] = torch.cat([rollout["columns"][name] for rollout in dataset], 1)
             lag = agent.version - batch.pop("version")
             valid = batch["valid"] * (lag < args.max_policy_lag)
-            batch["valid"] = valid
-
-            returns = [game for one in dataset for game in one["returns"]]
-            lengths = [game for one in dataset for game in one["lengths"]]
-            env_s = sum(one["env_s"] for one in dataset)
-            policy_s = sum(one["policy_s"] for one in dataset)
-            del dataset  # the frames' first copy
+            returns = [x for rollout in dataset for x in rollout["returns"]]
+            lengths = [x for rollout in dataset for x in rollout["lengths"]]
+            env_s = sum(rollout["env_s"] for rollout in dataset)
+            policy_s = sum(rollout["policy_s"] for rollout in dataset)
+            del dataset  # the first copy of the frames
+            logger.lap("queue_wait")
 
             # Targets, in rewards
-            for frames in batch["obs"][:T].flatten(0, 1).split(64):
-                frames = frames.float()  # whose sums are exact, so far
-                count = torch.tensor(len(frames), device=device)
-                agent.obs_moments.add(count, frames.sum(0), frames.square().sum(0))
-            with torch.no_grad():
-                last = [forward(frames)[1] for frames in batch["obs"][T].split(micro_batch)]
-            last_value = agent.in_rewards(torch.cat(last))
-            values = torch.cat([batch.pop("value_in_rewards"), last_value[None]]).cpu()
+            agent.frames.update(batch["obs"][:T].flatten(0, 1))
+            _, last_value = predict(batch["obs"][T:])
+            values = torch.cat([batch.pop("value_in_rewards"), last_value]).cpu()
             ends = batch["terminated"], batch["done"]
             advantages = gae(batch["reward"], values, *ends, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
-            explained = explained_variance(values[:T][valid > 0], targets[valid > 0])
-            batch |= {"advantage": advantages, "target": targets}
-            batch = {name: column.to(device) for name, column in batch.items()}
+            is_valid = valid.bool()
+            explained = explained_variance(values[:T][is_valid], targets[is_valid])
             if not args.vtrace:
-                add_returns(batch["target"], batch["valid"])
+                agent.returns.update(targets[is_valid].to(device))
+            batch |= {"advantage": advantages, "target": targets, "valid": valid}
+            batch = {name: column.to(device) for name, column in batch.items()}
 
-            # Update: the same minibatches in every epoch, in the same order
+            # Update: the same minibatches in each epoch, in the same order
             lr = schedule(step, args.lr)
             if args.anneal_lr:
                 lr *= 1 - step / total
@@ -679,50 +662,54 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             for epoch in range(args.update_epochs):
                 vtrace_targets = []
                 for m in range(args.num_minibatches):
-                    some = slice(m * width, (m + 1) * width)
+                    some = slice(m * trajectories, (m + 1) * trajectories)
                     minibatch = {name: column[:, some] for name, column in batch.items()}
                     if args.vtrace:
-                        minibatch |= vtrace_columns(agent, forward, minibatch, micro_batch, args)
+                        logits, value = predict(minibatch["obs"])
+                        minibatch |= vtrace_columns(minibatch, logits, value, args.gamma)
                         vtrace_targets.append(minibatch["target"])
                     minibatch["obs"] = minibatch["obs"][:T]
-                    minibatch["target"] = agent.normalized(minibatch["target"])
-                    minibatch = {name: x.flatten(0, 1) for name, x in minibatch.items()}
-                    is_valid = minibatch["valid"]
-                    minibatch["advantage"] = standardize_valid(minibatch["advantage"], is_valid)
-                    count = sum_over_ranks(is_valid.sum()).clamp(min=1)
+                    minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
+                    mask = minibatch["valid"]
+                    num_valid = sum_over_ranks(mask.sum()).clamp(min=1)
+                    advantage = standardize_valid(minibatch["advantage"], mask, num_valid)
+                    minibatch["advantage"] = advantage
+                    minibatch["target"] = agent.returns.normalize(minibatch["target"])
                     optimizer.zero_grad()
                     for start in range(0, args.minibatch_size, micro_batch):
                         piece = slice(start, start + micro_batch)
                         rows = {name: column[piece] for name, column in minibatch.items()}
                         terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, args.vf_clip)
-                        for name, term in terms.items():  # its part of the mean, over all ranks too
-                            terms[name] = (term * rows["valid"]).sum() / count
-                            sums[name] += terms[name].detach()
-                        loss = terms["policy"] + args.vf_coef * terms["value"]
-                        loss -= ent_coef * terms["entropy"]
+                        mask = rows["valid"]
+                        means = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
+                        loss = means["policy"] + args.vf_coef * means["value"]
+                        loss -= ent_coef * means["entropy"]
                         loss.backward()
+                        for name, mean in means.items():
+                            sums[name] += mean.detach()
                     for parameter in agent.parameters():
                         parameter.grad = sum_over_ranks(parameter.grad)
                     limit = args.max_grad_norm or np.inf
-                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+                    sums["grad_norm"] += grad_norm / WORLD
                     optimizer.step()
                     agent.version += 1
                     actors.publish(agent)
                 if args.vtrace and epoch == 0:
-                    add_returns(torch.cat(vtrace_targets, 1), batch["valid"])
+                    agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
+            logger.lap("learn", batch_size)
 
             # Metrics
             num_updates = args.update_epochs * args.num_minibatches
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            logger.lap("learn")
-            step += batch_size
             games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
             count, total_return, total_length = sum_over_ranks(games).tolist()
+            next_step = step + batch_size
             metrics = {
-                "step": step,
-                "iteration": step // batch_size,
+                "step": next_step,
+                "iteration": next_step // batch_size,
                 "episode/return": total_return / count if count else None,
                 "episode/length": total_length / count if count else None,
                 "episode/count": int(count),
@@ -736,19 +723,21 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
-                "train/valid_frac": sum_over_ranks(valid.mean()).item() / WORLD,
-                "train/return_mean": agent.return_moments.mean.item(),
-                "train/return_std": agent.return_moments.std.item(),
-                "async/policy_lag_mean": lag.float().mean().item(),
-                "async/policy_lag_max": lag.max().item(),
-                "time/env_s": env_s,  # of all actors
+                "train/valid_frac": sum_over_ranks(valid.sum()).item() / batch_size,
+                "train/return_mean": agent.returns.mean.item(),
+                "train/return_std": agent.returns.std.item(),
+                "async/policy_lag_mean": lag.mean().item(),
+                "async/policy_lag_max": int(lag.max()),
+                "time/env_s": env_s,
                 "time/policy_s": policy_s,
             }
-            if own_envs and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and next_step % args.eval_every < batch_size
+            if due and own_envs and RANK == 0:
                 metrics["eval/return"] = evaluate(agent, args)["game"]["mean"]
             metrics = logger.log(metrics)
+            step = next_step
             recent.extend(returns)
-            if len(recent) >= 20 and np.mean(recent) > best:
+            if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
@@ -756,9 +745,9 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed
+    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed
         save("checkpoint.pt")
-        print(f"stopped, saved at step {step:,}: --resume {logger.folder}", file=sys.stderr)
+        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
     finally:
         actors.stop()
@@ -779,14 +768,18 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
-    games = math.ceil(args.eval_episodes / 64)
-    envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
-    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
-    envs.close()
-    mean = float(np.mean(returns))
-    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
-    print(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
-    return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
+    splits = {}
+    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
+    for split in ["game"]:
+        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
+        seed = stream_seed(args.seed, f"{split} actions")
+        returns, lengths = play(agent, envs, games, seed, greedy)
+        envs.close()
+        mean = float(np.mean(returns))
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+        splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
+        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    return splits
 
 
 @torch.no_grad()

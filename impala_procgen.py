@@ -79,7 +79,9 @@ class Args:
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows computed at once, in whole fragments; 0 = 64 on a CPU, all on a GPU
+    micro_batch: int = (
+        0  # rows per forward, graphs of whole fragments; 0 = 64 on a CPU, all on a GPU
+    )
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -472,7 +474,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     modes = {group.metadata.get("autoreset_mode") for group in envs}
     if sizes != [N] * args.num_groups or modes != {AutoresetMode.SAME_STEP}:
         needed = f"{args.num_groups} groups of {N} environments, same-step autoreset"
-        raise UsageError(f"--num-envs, --num-groups: need {needed}; not {sizes}, {modes}")
+        raise UsageError(f"--num-envs {args.num_envs}: needs {needed}; not {sizes}, {modes}")
     obs_shape = envs[0].single_observation_space.shape
     num_actions = envs[0].single_action_space.n
 
@@ -499,7 +501,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         seed = stream_seed(args.seed, f"{stream} actions {g}")
         groups.append(Group(envs[g], seed, device, head_start=g * T))
     replay_rng = random.Random(args.seed)  # the same draws on all ranks
-    ring = deque(maxlen=args.replay_slots)
+    ring = deque(maxlen=args.replay_slots)  # the newest batches
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_fragments = args.minibatch_size // T
     piece_fragments = math.ceil(micro_batch / T)  # V-trace needs whole ones

@@ -796,6 +796,7 @@ def revision(against: str, scripts: list[str], pairs: int, flags: list[str]) -> 
     """Whole processes of another revision's scripts and of this tree's in turn: {name: figures and ratios}."""
     results = {}
     git = ["git", "-C", str(ROOT), "worktree"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the worktree goes then, too
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder, "worktree")
         subprocess.run([*git, "add", "--detach", str(other), against], check=True, capture_output=True)
@@ -901,6 +902,8 @@ def main(argv=None) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     if options.json:
         options.json.write_text(json.dumps(summary, indent=1) + "\n")
     return 0

@@ -178,7 +178,7 @@ def test_train_with_environments_of_ones_own(script):
     assert equal(dict(result["agent"].state_dict()), dict(saved))
     other = SAME_STEP if script.kind["autoreset"] == NEXT_STEP else NEXT_STEP
     for wrong in (script.fake(num_envs=3), FakeVecEnv(random_episodes(4), other, shape=script.kind["shape"])):
-        with pytest.raises(script.module.UsageError, match="--num-envs 4"):
+        with pytest.raises(script.module.UsageError, match="--num-envs"):
             script.train(script.args(run_name="x", total_timesteps=ITERATION), wrong)
     assert not (script.path / "runs" / "x").exists()
 
@@ -245,11 +245,11 @@ def test_clocks_add_up(script, monkeypatch):
 
 @each(SCRIPTS)
 def test_bf16_keeps_weights_and_losses(script):
-    """Under autocast weights, optimiser and checkpoint stay float32, and losses close to float32's."""
+    """Under autocast weights, optimiser and checkpoint stay float32, and gradients close to float32's."""
     losses = {}
     for precision in ("fp32", "bf16"):
         args = script.args(run_name=precision, precision=precision, total_timesteps=ITERATION)
-        losses[precision] = script.train(args, script.fake(num_actions=1))["loss/value"]
+        losses[precision] = script.train(args, script.fake(num_actions=1))["train/grad_norm"]
         kinds = {weight.dtype for weight in load(script.path / "runs" / precision)["agent"].values()}
         assert torch.bfloat16 not in kinds
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.1) and losses["bf16"] != losses["fp32"]
@@ -299,7 +299,8 @@ def test_resume_goes_on_with_the_learner(script, monkeypatch):
 
     monkeypatch.setattr(script.module.Logger, "save", keep)
     with monkeypatch.context() as patch:
-        patch.setattr(script.module, "sample", stop)  # before anything is learned
+        where = (script.module.Actors, "dataset") if hasattr(script.module, "Actors") else (script.module, "sample")
+        patch.setattr(*where, stop)  # before anything is learned
         assert script.main("--resume", "runs/a", "--total-timesteps", 4 * ITERATION, tiny=False) == 130
     without = {key: value for key, value in first.items() if key not in ("args", "recent")}
     again = {key: value for key, value in states[-1].items() if key in without}

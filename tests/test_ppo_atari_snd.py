@@ -461,9 +461,11 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     assert metrics["train/explained_variance"] == pytest.approx(explained[0], rel=1e-2, abs=1e-3)
     assert metrics["int/explained_variance"] == pytest.approx(explained[1], rel=1e-2, abs=1e-3)
     np.testing.assert_allclose(saved["snd"]["frames.sums"][1], np.concatenate(shown).sum(0), rtol=1e-9)
-    for plain, ours in ((w, saved["agent"]), (r, saved["snd"])):
-        for name, weight in plain.items():
-            torch.testing.assert_close(ours[name].double(), weight, rtol=1e-3, atol=3e-5, msg=name)
+    for start, plain, ours in ((agent, w, saved["agent"]), (snd, r, saved["snd"])):
+        for name, weight in start.state_dict().items():
+            if name in plain:  # the error is small beside what was learned
+                learned = (plain[name] - weight).norm().item()
+                assert (plain[name] - ours[name]).norm().item() <= 0.01 * learned + 1e-6, name
 
 
 @pytest.mark.parametrize("target", ["v", "std", "vic"])

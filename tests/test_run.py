@@ -107,19 +107,26 @@ sys.exit(run.main(["--suite", "smoke", "--jobs", "2", "--runs", "runs", "--resul
 """
         return subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
 
-    folder = tmp_path / "runs" / cell(640_000).folder
+    folder, saved = tmp_path / "runs" / cell(640_000).folder, 0
     metrics = folder / "metrics.csv"
-    process = start(640_000)  # more than it could do in the meantime
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        assert process.poll() is None
-        time.sleep(0.02)
-    done = len(metrics.read_text().splitlines()) - 1
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    with open(folder.with_name(folder.name + ".lock")) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # free once training has ended, too
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["step"] // 64
-    assert done - 1 <= saved < 9_000 and not (tmp_path / "results").exists()
+
+    def rows():
+        return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
+
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = start(640_000)  # more than it could do in the meantime
+        while rows() < saved + 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+        done = rows()
+        process.send_signal(number)
+        process.wait()
+        with open(folder.with_name(folder.name + ".lock")) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # free once training has ended, too
+        step = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
+        assert done - 1 <= step // 64 < 9_000  # no more than the iteration under way is lost
+        saved = step // 64
+        assert not (tmp_path / "results").exists()
     total = 64 * (saved + 2)  # of all that is left, enough
     folder.rename(tmp_path / "runs" / cell(total).folder)
     assert start(total).wait() == 0
