@@ -86,12 +86,12 @@ class Args:
     resume: str = ""  # run folder to go on with; its flags hold where you give none
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
-    env_threads: int = 0  # threads that step a group's environments; 0 = the core count
-    compile: bool = False  # torch.compile the learner's network; off until measured on a GPU
+    env_threads: int = 0  # threads that step the environments; 0 = the core count
+    compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games at the end; 0 = none
+    eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -697,11 +697,11 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     actors.publish(agent)
                 if args.vtrace and epoch == 0:
                     agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
-            logger.lap("learn", batch_size)
 
             # Metrics
             num_updates = args.update_epochs * args.num_minibatches
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
+            logger.lap("learn", batch_size)
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)

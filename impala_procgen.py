@@ -79,9 +79,7 @@ class Args:
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = (
-        0  # rows per forward, graphs of whole fragments; 0 = 64 on a CPU, all on a GPU
-    )
+    micro_batch: int = 0  # rows per forward, in whole fragments; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -583,11 +581,11 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 optimizer.step()
                 agent.version += 1
                 actors.publish(agent)
-            logger.lap("learn", batch_size)
 
             # Metrics
             num_passes = args.update_epochs * WORLD
             means = {name: sum_over_ranks(x).item() / num_passes for name, x in new_sums.items()}
+            logger.lap("learn", batch_size)
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             replay_rho = None

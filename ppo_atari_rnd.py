@@ -8,10 +8,11 @@ A frame is novel, and pays a bonus, where a trained network fails to predict wha
 network makes of it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
 arXiv:1506.02438. Setting: github.com/openai/random-network-distillation.
 
-Measured: no score at published lengths yet (the paper's 8,152 on Montezuma's Revenge is the
-recurrent policy's). Pitfall, 122,880 steps in 16 environments on 2 CPU cores: -72 +- 16 (standard
-error over 3 seeds). Montezuma's Revenge, 299,008 steps, one seed each: 167 places seen with the
-bonus and 182 with `--int-coef 0`, all in the first room: no gain at this length.
+Measured, by an earlier version, which did not begin new games after the warm-up: Pitfall, 122,880
+steps in 16 environments on 2 CPU cores: -72 +- 16 (standard error over 3 seeds). Montezuma's
+Revenge, 299,008 steps, one seed each: 167 places seen with the bonus and 182 with `--int-coef 0`,
+all in the first room, so no gain at this length. No score at published lengths yet; the paper's
+8,152 on Montezuma's Revenge is the recurrent policy's.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -26,8 +27,8 @@ the next game's first. A game cut at the time limit bootstraps from its last obs
 ends). Frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1}). PyTorch's Adam adds
 epsilon after the bias correction; its GRU cell has the reset gate in another place.
 
-Left out on purpose: other authors' networks and bonuses, films and greedy play
-(benchmark/evaluate.py), emulator states in checkpoints (a resumed run starts new games).
+Left out on purpose: other authors' networks and bonuses, films (benchmark/evaluate.py), emulator
+states in checkpoints (a resumed run starts new games).
 """
 
 import contextlib
@@ -94,6 +95,8 @@ class Args:
     update_epochs: int = 4  # passes over a rollout
     lr: tuple[float, ...] = (1e-4,)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
+    adam_eps: float = 1e-8  # Adam's epsilon
+    max_grad_norm: float = 0  # clip the norm of the policy network's gradient; 0 = no clipping
     # algorithm
     gamma: float = 0.999  # discount of the game's rewards
     gamma_int: float = 0.99  # discount of the bonus
@@ -443,7 +446,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # Another rank, and a resumed run, plays other games and draws other actions.
+    # A resumed run, and another rank, plays other games and draws other actions.
     stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
     own_envs = envs is None
     if own_envs:
@@ -463,16 +466,17 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     rnd = RND((1, *obs_shape[1:]), args.rnd_features).to(device)
     network = torch.compile(agent) if args.compile else agent
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
-    optimizer = torch.optim.Adam(parameters, fused=True)
+    optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
     rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs enters new ones
     best = -np.inf
     if args.resume:
         agent.load_state_dict(saved["agent"])
         rnd.load_state_dict(saved["rnd"])
         optimizer.load_state_dict(saved["optimizer"])
+        optimizer.param_groups[0]["eps"] = args.adam_eps
         rooms_ever |= saved["rooms_ever"].numpy()
         best = saved["best"]
-    if stream != "training":
+    if step or RANK:
         torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     if args.memory == "gru":
@@ -504,7 +508,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
         "valid": torch.zeros(T, N, device=device),
     }
-    rewards = torch.zeros(T, N)
+    rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
 
@@ -532,9 +536,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 with torch.no_grad():
                     logits, value, memory = forward(rollout["obs"][t], memory, rollout["valid"][t])
                 action = sample(logits)
-                logp = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
                 rollout["action"][t] = action
-                rollout["logp"][t] = logp
+                rollout["logp"][t] = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
                 rollout["value"][t] = value
                 action = action.cpu().numpy()
                 logger.lap("policy")
@@ -550,13 +553,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 terminations[t] = torch.from_numpy(terminated)
                 dones[t] = torch.from_numpy(done)
                 logger.lap("env", N * WORLD)
-            last_obs = torch.from_numpy(obs).to(device)
-            with torch.no_grad():
-                _, last_value, _ = forward(last_obs, memory, torch.ones(N, device=device))
-            logger.lap("policy")
 
             # Bonus, under the frame statistics so far; then this rollout enters them
-            frames = torch.cat([rollout["obs"][1:, :, -1:], last_obs[None, :, -1:]])
+            next_obs = torch.from_numpy(obs).to(device)
+            frames = torch.cat([rollout["obs"][1:, :, -1:], next_obs[None, :, -1:]])
             pieces = frames.flatten(0, 1).split(micro_batch)
             with torch.no_grad(), autocast:
                 errors = [rnd.error(piece, rnd.features(piece)) for piece in pieces]
@@ -568,7 +568,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             logger.lap("bonus")
 
             # Targets
-            values = torch.cat([rollout["value"], last_value[None]]).cpu()
+            with torch.no_grad():
+                _, next_value, _ = forward(next_obs, memory, torch.ones(N, device=device))
+            values = torch.cat([rollout["value"], next_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             no_ends = torch.zeros(T, N)
             lam = args.gae_lambda
@@ -581,7 +583,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             explained_int = explained_variance(value_int[:T][is_valid], targets[is_valid][:, 1])
             columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
             columns |= {"frame": frames, "feature": features}
-            # One environment's rows after the other's: a slice of them is whole environments.
+            # Row after row of one environment, then of the next: a slice is whole environments.
             batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
             logger.lap("policy")
 
@@ -617,14 +619,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                             sums[name] += mean.detach()
                     for parameter in parameters:
                         parameter.grad = sum_over_ranks(parameter.grad)
-                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), np.inf)
-                    sums["grad_norm"] += grad_norm / WORLD
+                    limit = args.max_grad_norm or np.inf
+                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
                     optimizer.step()
-            logger.lap("learn")
 
             # Metrics
             num_updates = args.update_epochs * T * N // args.minibatch_size
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
+            logger.lap("learn")
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             games = [len(returns), sum(returns), sum(lengths), sum(rooms)]

@@ -718,7 +718,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         first, other = torch.randint(T * N, (2, args.pairs), device=device)
                         same = torch.rand(args.pairs, device=device) < 0.5
                         second = torch.where(same, first, other)
-                    else:  # frames and their next ones, but where another game begins
+                    else:  # consecutive frames: after an invalid row another game begins
                         first = index[is_valid.flatten()[index]].to(device, non_blocking=True)
                         second = first + N
                     with autocast:

@@ -497,12 +497,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     limit = args.max_grad_norm or np.inf
                     sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     optimizer.step()
-            logger.lap("learn")
 
             # Metrics
             num_updates = args.update_epochs * num_minibatches * WORLD
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
+            logger.lap("learn")
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)

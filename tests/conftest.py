@@ -22,16 +22,16 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     for path in ROOT.glob("*.py") if config.getoption("--compile") else ():
-        arguments = importlib.import_module(path.stem).Args
-        arguments.validate = compiled(arguments.validate)
+        module = importlib.import_module(path.stem)
+        module.check = compiled(module.check)
 
 
-def compiled(validate):
-    def compile_and_validate(args):
+def compiled(check):
+    def compile_and_check(args):
         args.compile |= getattr(args, "memory", "none") == "none"  # the recurrent policy refuses
-        return validate(args)
+        return check(args)
 
-    return compile_and_validate
+    return compile_and_check
 
 
 def pytest_collection_modifyitems(config, items):

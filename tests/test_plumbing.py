@@ -227,7 +227,7 @@ def test_threads(script):
 
 @each(ONE)
 def test_clocks_add_up(script, monkeypatch):
-    """The phases are the iteration, within 5 %. A busy machine may come between two clocks: one iteration must agree."""
+    """The phases are the iteration, within 5 %. A busy machine comes between two clocks: one iteration must agree."""
     marks, log = [time.perf_counter()], script.module.Logger.log
 
     def timed(logger, metrics):

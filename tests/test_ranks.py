@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
@@ -24,7 +25,7 @@ CASES = {
     "ppo_procgen": dict(channels=(4, 4, 4), norm_reward=0.99, norm_adv="minibatch"),
     "impala_procgen": dict(channels=(4, 4, 4), **GROUPS),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=1),
-    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1, target="none"),
+    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1, target="none", minibatches="permuted"),
     "appo_atari": dict(num_minibatches=1, **GROUPS),
 }
 DRAWN = {  # what ranks draw for themselves; and overlap
@@ -70,7 +71,7 @@ def run(script, options, envs, out, greedy=True, resume=""):
         options = COMMON | options | dict(run_dir=str(out.parent), run_name=out.name, resume=resume)
         if resume:
             options["total_timesteps"] += 2 * N * T
-        if "num_groups" in options and not isinstance(envs, list):
+        if "num_groups" in options and envs is not None and not isinstance(envs, list):
             envs = [envs]
         result = module.train(module.Args(**options), envs)
         torch.save({name: x for name, x in result.items() if name != "agent"}, f"{out}.metrics")
@@ -94,7 +95,7 @@ def worker(folder: Path):
 
         def make(args, count, stream, script=script, module=module):
             module.stream_seed(args.seed, stream)  # as the true one does
-            return envs_of(script, 0, count)
+            return RecordEpisodeStatistics(envs_of(script, 0, count))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "make_envs", make)
