@@ -373,8 +373,8 @@ def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
     """Targets and advantages (T, n), given the present logits (T + 1, n, A), value (T + 1, n)."""
     logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE)
-    ends = minibatch["terminated"], minibatch["done"]
-    vs, advantage = vtrace(minibatch["reward"], value, *ends, rho, gamma)
+    reward, terminated, done = minibatch["reward"], minibatch["terminated"], minibatch["done"]
+    vs, advantage = vtrace(reward, value, terminated, done, rho, gamma)
     return {"target": vs, "advantage": advantage}
 
 
@@ -402,7 +402,7 @@ def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
     }
 
 
-def standardize_valid(x, valid, num_valid):
+def standardize(x, valid, num_valid):
     """Zero mean and unit variance over the num_valid rows of all ranks; the others become 0."""
     x = (x - sum_over_ranks((x * valid).sum()) / num_valid) * valid
     variance = sum_over_ranks(x.square().sum()) / num_valid
@@ -589,6 +589,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps
         best = saved["best"]
+    if step or RANK:
+        torch.manual_seed(stream_seed(args.seed, stream))
     groups = []
     for g in range(args.num_groups):
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -642,8 +644,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             _, last_value = predict(batch["obs"][T:])
             values = torch.cat([batch.pop("value_in_rewards"), last_value]).cpu()
-            ends = batch["terminated"], batch["done"]
-            advantages = gae(batch["reward"], values, *ends, args.gamma, args.gae_lambda)
+            reward, terminated, done = batch["reward"], batch["terminated"], batch["done"]
+            advantages = gae(reward, values, terminated, done, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = valid.bool()
             explained = explained_variance(values[:T][is_valid], targets[is_valid])
@@ -672,7 +674,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
                     mask = minibatch["valid"]
                     num_valid = sum_over_ranks(mask.sum()).clamp(min=1)
-                    advantage = standardize_valid(minibatch["advantage"], mask, num_valid)
+                    advantage = standardize(minibatch["advantage"], mask, num_valid)
                     minibatch["advantage"] = advantage
                     minibatch["target"] = agent.returns.normalize(minibatch["target"])
                     optimizer.zero_grad()
