@@ -129,7 +129,7 @@ def check(args: Args):
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     if args.memory == "gru" and args.compile:
-        raise UsageError("--compile: not with --memory gru, whose loop over time it would unroll")
+        raise UsageError("--compile: not with --memory gru, whose loop it would unroll")
     schedule(0, args.lr)  # raises UsageError
     schedule(0, args.ent_coef)
 
@@ -236,7 +236,7 @@ def layer(module, gain: float = 2**0.5):
 
 
 def convolutions(channels: int, last_kernel: int, activation) -> nn.Sequential:
-    """The paper's three; policy and random network differ in the last kernel and the activation."""
+    """Three, in the policy and in the random networks."""
     return nn.Sequential(
         layer(nn.Conv2d(channels, 32, 8, stride=4)),
         activation,
@@ -360,8 +360,8 @@ class RND(nn.Module):
     def normalize(self, bonus, gamma: float):
         """(T, N) -> (T, N), over the deviation of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
 
-        These sums run along time in each environment, on through the ends of games and rollouts,
-        and enter the deviation first. To centre bonuses would change what is optimal.
+        These sums run along time in each environment, through the ends of games and rollouts, and
+        enter the deviation first.
         """
         for row in bonus:
             self.discounted = gamma * self.discounted + row.double()
@@ -583,7 +583,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             explained_int = explained_variance(value_int[:T][is_valid], targets[is_valid][:, 1])
             columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
             columns |= {"frame": frames, "feature": features}
-            # Row after row of one environment, then of the next: a slice is whole environments.
+            # Rows of one environment, then of the next: a slice is whole environments.
             batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
             logger.lap("policy")
 
