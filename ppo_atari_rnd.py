@@ -518,7 +518,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     try:
         obs, _ = envs.reset()
         if step == 0:
-            logger.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
+            logger.say(f"{args.warmup_steps * N:,} random steps for frame statistics")
             for _ in range(args.warmup_steps):
                 obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
                 rnd.frames.update(torch.from_numpy(obs[:, -1:]).to(device))
