@@ -37,9 +37,8 @@ Departures, effects not measured:
   loses the last reward);
 - groups get the random head start, not single environments; no early end of an update.
 
-Left out on purpose: films and greedy play (benchmark/evaluate.py), emulator states in checkpoints
-(a resumed run starts new games), recurrent and other networks, several policies, learning rates
-that adapt to the KL, V-trace's limits other than 1.
+Left out on purpose: films (benchmark/evaluate.py), several policies (benchmark/variants/pbt.py),
+emulator states in checkpoints, recurrent networks, learning rates that adapt to the KL.
 """
 
 import contextlib
@@ -116,9 +115,7 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = (
-        1000  # rows acted by weights this many SGD steps old, or older, are masked
-    )
+    max_policy_lag: int = 1000  # rows of weights this many SGD steps old, or older, are masked
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
@@ -165,8 +162,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     The step after an end ignores its action, has reward 0 and shows the next first observation:
     it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it, with the number
-    of rooms that the game has seen beside (0 where the console's RAM does not tell).
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -178,13 +174,12 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # of all games
+        self.rooms_ever = np.zeros(256, bool)  # seen in any game
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, int)
-        self.rooms = np.zeros((self.num_envs, 256), bool)  # of the present games
         return self.pool.reset()
 
     def step(self, actions):
@@ -193,17 +188,13 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.episode_lengths += ~self.done
         self.done = terminated | truncated
         if self.room_byte is not None:
-            room = info["ram"][:, self.room_byte]
-            self.rooms[np.arange(self.num_envs), room] = True
-            self.rooms_ever[room] = True
+            self.rooms_ever[info["ram"][:, self.room_byte]] = True
         over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
         if over.any():
-            returns, lengths = self.episode_returns, self.episode_lengths
-            info["episode"] = {"r": returns, "l": lengths, "rooms": self.rooms.sum(1)}
+            info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
             info["_episode"] = over
             self.episode_returns = np.where(over, 0, self.episode_returns)
             self.episode_lengths = np.where(over, 0, self.episode_lengths)
-            self.rooms[over] = False
         return obs, reward, terminated, truncated, info
 
 
@@ -706,15 +697,13 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.lap("learn", batch_size)
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
-            count, total_return, total_length = sum_over_ranks(games).tolist()
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
                 "iteration": next_step // batch_size,
-                "episode/return": total_return / count if count else None,
-                "episode/length": total_length / count if count else None,
-                "episode/count": int(count),
+                "episode/return": np.mean(returns) if returns else None,
+                "episode/length": np.mean(lengths) if lengths else None,
+                "episode/count": len(returns),
                 "eval/return": None,
                 "loss/policy": means["policy"],
                 "loss/value": means["value"],
@@ -725,7 +714,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
-                "train/valid_frac": sum_over_ranks(valid.sum()).item() / batch_size,
+                "train/valid_frac": valid.mean().item(),
                 "train/return_mean": agent.returns.mean.item(),
                 "train/return_std": agent.returns.std.item(),
                 "async/policy_lag_mean": lag.mean().item(),
@@ -821,18 +810,18 @@ class UsageError(ValueError):
 
 def set_up(args: Args) -> torch.device:
     """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if WORLD > 1 and name == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(automatic if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
+        raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
         ctypes.CDLL(None).mallopt(option, 2**30)
     if WORLD > 1 and not dist.is_initialized():

@@ -24,9 +24,8 @@ divided by 1,600 here. A fragment's last row is trained too (the entry only boot
 Actors may be 2 batches ahead (16), groups start a random rollout apart, a slot of the replay is a
 batch (a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it.
 
-Left out on purpose: films and greedy play (benchmark/evaluate.py), augmentation and reward
-shaping, V-trace's limits other than 1, emulator states and replay in checkpoints (a resumed run
-starts new games), and truncation (Procgen reports none).
+Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the
+paper's), V-trace's limits other than 1, emulator states and replay in checkpoints.
 """
 
 import contextlib
@@ -97,9 +96,7 @@ class Args:
     update_epochs: int = 3  # passes over a batch
     lr: tuple[float, ...] = (0, 1e-4, 1e6, 5e-4, 8e6, 1e-4)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop is the paper's (decay 0.99)
     adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, for means instead of sums
-    rmsprop_eps: float = 6.25e-5  # 0.1 / 1600; the paper's 0.01 stands inside the root, this beside
     max_grad_norm: float = 3.125e-4  # clip the gradient's norm: 0.5 / 1600; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead of the learner
@@ -480,17 +477,12 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     agent = Agent(obs_shape, num_actions, args).to(device)
     agent.version = 0  # SGD steps so far
     network = torch.compile(agent) if args.compile else agent
-    if args.optimizer == "adam":
-        eps = args.adam_eps
-        optimizer = torch.optim.Adam(agent.parameters(), eps=eps, fused=True)
-    else:
-        eps = args.rmsprop_eps
-        optimizer = torch.optim.RMSprop(agent.parameters(), alpha=0.99, eps=eps)
+    optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     best = -np.inf
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = eps
+        optimizer.param_groups[0]["eps"] = args.adam_eps
         best = saved["best"]
     if step or RANK:
         torch.manual_seed(stream_seed(args.seed, stream))
@@ -551,14 +543,13 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            new_sums = defaultdict(float)  # of the SGD steps' means
-            replay_sums = defaultdict(float)
-            values, targets = [], []  # of the first pass
+            new_sums = defaultdict(float)  # of the means of SGD steps on the new batch
+            values, targets = [], []  # of its first pass
             passes = [batch] * args.update_epochs
             for old_batch in replayed:
                 passes += [old_batch] * args.update_epochs
             for p, minibatch in enumerate(passes):
-                sums = new_sums if p < args.update_epochs else replay_sums
+                sums = new_sums if p < args.update_epochs else defaultdict(float)
                 optimizer.zero_grad()
                 for start in range(0, num_fragments, piece_fragments):
                     piece = slice(start, start + piece_fragments)
@@ -588,19 +579,14 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.lap("learn", batch_size)
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            replay_rho = None
-            if replayed:
-                replay_rho = sum_over_ranks(replay_sums["rho"]).item() / num_passes / num_replayed
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
-            games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
-            count, total_return, total_length = sum_over_ranks(games).tolist()
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
                 "iteration": next_step // batch_size,
-                "episode/return": total_return / count if count else None,
-                "episode/length": total_length / count if count else None,
-                "episode/count": int(count),
+                "episode/return": np.mean(returns) if returns else None,
+                "episode/length": np.mean(lengths) if lengths else None,
+                "episode/count": len(returns),
                 "eval/return_train": None,
                 "eval/return_test": None,
                 "loss/policy": means["policy"],
@@ -615,7 +601,6 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
                 "replay/count": num_replayed,
-                "replay/rho_mean": replay_rho,
                 "time/env_s": sum(rollout["env_s"] for rollout in dataset),
                 "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
             }
@@ -708,18 +693,18 @@ class UsageError(ValueError):
 
 def set_up(args: Args) -> torch.device:
     """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if WORLD > 1 and name == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(automatic if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
+        raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
         ctypes.CDLL(None).mallopt(option, 2**30)
     if WORLD > 1 and not dist.is_initialized():

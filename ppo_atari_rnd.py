@@ -27,8 +27,8 @@ the next game's first. A game cut at the time limit bootstraps from its last obs
 ends). Frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1}). PyTorch's Adam adds
 epsilon after the bias correction; its GRU cell has the reset gate in another place.
 
-Left out on purpose: other authors' networks and bonuses, films (benchmark/evaluate.py), emulator
-states in checkpoints (a resumed run starts new games).
+Left out on purpose: other authors' networks and bonuses (benchmark/variants), films
+(benchmark/evaluate.py), emulator states in checkpoints (a resumed run starts new games).
 """
 
 import contextlib
@@ -145,8 +145,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     The step after an end ignores its action, has reward 0 and shows the next first observation:
     it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it, with the number
-    of rooms that the game has seen beside (0 where the console's RAM does not tell).
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -158,13 +157,12 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # of all games
+        self.rooms_ever = np.zeros(256, bool)  # seen in any game
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, int)
-        self.rooms = np.zeros((self.num_envs, 256), bool)  # of the present games
         return self.pool.reset()
 
     def step(self, actions):
@@ -173,17 +171,13 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.episode_lengths += ~self.done
         self.done = terminated | truncated
         if self.room_byte is not None:
-            room = info["ram"][:, self.room_byte]
-            self.rooms[np.arange(self.num_envs), room] = True
-            self.rooms_ever[room] = True
+            self.rooms_ever[info["ram"][:, self.room_byte]] = True
         over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
         if over.any():
-            returns, lengths = self.episode_returns, self.episode_lengths
-            info["episode"] = {"r": returns, "l": lengths, "rooms": self.rooms.sum(1)}
+            info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
             info["_episode"] = over
             self.episode_returns = np.where(over, 0, self.episode_returns)
             self.episode_lengths = np.where(over, 0, self.episode_lengths)
-            self.rooms[over] = False
         return obs, reward, terminated, truncated, info
 
 
@@ -528,7 +522,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         while step < total:
             logger.mark = time.perf_counter()  # saving and evaluating are not booked
             # Rollout
-            returns, lengths, rooms = [], [], []  # of the games that end
+            returns, lengths = [], []  # of the games that end
             for t in range(T):
                 rollout["obs"][t] = torch.from_numpy(obs)
                 rollout["memory"][t] = memory
@@ -544,11 +538,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 obs, reward, terminated, truncated, info = envs.step(action)
                 done = terminated | truncated
                 if "episode" in info:
-                    ended = info["_episode"]
-                    returns += info["episode"]["r"][ended].tolist()
-                    lengths += info["episode"]["l"][ended].tolist()
-                    if "rooms" in info["episode"]:
-                        rooms += info["episode"]["rooms"][ended].tolist()
+                    returns += info["episode"]["r"][info["_episode"]].tolist()
+                    lengths += info["episode"]["l"][info["_episode"]].tolist()
                 rewards[t] = torch.from_numpy(np.float32(reward))
                 terminations[t] = torch.from_numpy(terminated)
                 dones[t] = torch.from_numpy(done)
@@ -629,20 +620,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             logger.lap("learn")
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            games = [len(returns), sum(returns), sum(lengths), sum(rooms)]
-            games = sum_over_ranks(torch.tensor(games, dtype=torch.float64)).tolist()
-            count, total_return, total_length, total_rooms = games
-            all_rooms = sum_over_ranks(torch.from_numpy(rooms_ever).int()).count_nonzero().item()
-            num_valid = sum_over_ranks(is_valid.sum()).item()
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
                 "iteration": next_step // batch_size,
-                "episode/return": total_return / count if count else None,
-                "episode/length": total_length / count if count else None,
-                "episode/count": int(count),
-                "episode/rooms": total_rooms / count if total_rooms else None,
-                "episode/rooms_ever": all_rooms or None,
+                "episode/return": np.mean(returns) if returns else None,
+                "episode/length": np.mean(lengths) if lengths else None,
+                "episode/count": len(returns),
+                "episode/rooms_ever": rooms_ever.sum() or None,
                 "eval/return": None,
                 "loss/policy": means["policy"],
                 "loss/value": means["value"],
@@ -654,7 +639,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
-                "train/valid_frac": num_valid / batch_size,
+                "train/valid_frac": is_valid.float().mean().item(),
                 "int/reward_raw": raw_bonus.mean().item(),
                 "int/reward_norm": bonus.mean().item(),
                 "int/return_std": rnd.returns.std().item(),
@@ -751,18 +736,18 @@ class UsageError(ValueError):
 
 def set_up(args: Args) -> torch.device:
     """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if WORLD > 1 and name == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(automatic if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
+        raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
         ctypes.CDLL(None).mallopt(option, 2**30)
     if WORLD > 1 and not dist.is_initialized():

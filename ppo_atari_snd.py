@@ -9,8 +9,6 @@
         --predictor-gain 0.5 --predictor-share 1 --predictor-sum --eta 1
     python ppo_atari_snd.py $PAPER --target vic --snd-net relu4 --target-gain 0.5 \\
         --predictor-share 1 --eta 0.25
-    python ppo_atari_snd.py --env-id Breakout --ext-coef 0 --eta 0.256 --num-envs 32 \\
-        --minibatch-size 128 --snd-net elu --snd-augment pixelate --fire-reset  # bonus only
 
 SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. ST-DIM: Anand et al. 2019,
 arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.06347.
@@ -22,8 +20,8 @@ by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are run 
 
 Measured: no score at published lengths yet. After 384 SGD steps on Pitfall's first screen the bonus
 on its other screens is higher (in brackets: by untrained networks; one seed) 69 times with SND-V
-(7), 72 with SND-VIC (1.0), 280 with --target none = RND (37), 0.98 with SND-STD (1.0), whose
-features grow faster than the predictor follows.
+(7), 72 with SND-VIC (1.0), 0.98 with SND-STD (1.0), whose features grow faster than the predictor
+follows.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; rows are drawn with replacement.
@@ -38,7 +36,8 @@ paper's code). Where the sources are open: one size of masked tiles a batch; STD
 row's logits, its deviation is over a row's features.
 
 Left out on purpose: a look at the features (benchmark/features.py), films (benchmark/evaluate.py),
-michalnand's entropy bonus, the paper's Procgen games, emulator states in checkpoints.
+emulator states in checkpoints; in benchmark/variants: the paper's Procgen games, michalnand's older
+network and augmentation for Breakout.
 """
 
 import contextlib
@@ -120,18 +119,16 @@ class Args:
     int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
     eta: float = 0.5  # bonus = eta x the mean squared error of the features, limited to --int-clip
     int_clip: float = 1  # 0 = no limit
-    target: Literal["v", "std", "vic", "none"] = "v"  # what the target learns; none: nothing (RND)
+    target: Literal["v", "std", "vic"] = "v"  # the target's loss: SND-V, SND-STD or SND-VIC
     pairs: int = 64  # of frames in one step of target v; std, vic: one per row of the minibatch
-    snd_augment: Literal["tiles", "pixelate"] = "tiles"  # of v's pairs: as in cnd, an older set
-    snd_preprocess: Literal["std", "mean", "none"] = "std"
-    """of frames: (x - mean) / std clipped to 1, (x - mean) / 255, x / 255"""
+    snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
     """target and predictor learn in each minibatch, or in one pass over the rollout in its order"""
     predictor_share: float = 0  # of rows x features that train it; 0 = min(1, 32 / environments)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
     # network
-    snd_net: Literal["elu4", "relu4", "elu"] = "elu4"  # target and predictor, see CONVOLUTIONS
+    snd_net: Literal["elu4", "relu4"] = "elu4"  # target and predictor, see CONVOLUTIONS
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
     target_gain: float = 2**0.5  # of the target's orthogonal weights
     predictor_gain: float = 2**0.5  # of the predictor's
@@ -165,8 +162,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     The step after an end ignores its action, has reward 0 and shows the next first observation:
     it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it, with the number
-    of rooms that the game has seen beside (0 where the console's RAM does not tell).
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -178,13 +174,12 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # of all games
+        self.rooms_ever = np.zeros(256, bool)  # seen in any game
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, int)
-        self.rooms = np.zeros((self.num_envs, 256), bool)  # of the present games
         return self.pool.reset()
 
     def step(self, actions):
@@ -193,17 +188,13 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.episode_lengths += ~self.done
         self.done = terminated | truncated
         if self.room_byte is not None:
-            room = info["ram"][:, self.room_byte]
-            self.rooms[np.arange(self.num_envs), room] = True
-            self.rooms_ever[room] = True
+            self.rooms_ever[info["ram"][:, self.room_byte]] = True
         over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
         if over.any():
-            returns, lengths = self.episode_returns, self.episode_lengths
-            info["episode"] = {"r": returns, "l": lengths, "rooms": self.rooms.sum(1)}
+            info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
             info["_episode"] = over
             self.episode_returns = np.where(over, 0, self.episode_returns)
             self.episode_lengths = np.where(over, 0, self.episode_lengths)
-            self.rooms[over] = False
         return obs, reward, terminated, truncated, info
 
 
@@ -250,7 +241,6 @@ def stream_seed(seed: int, stream: str) -> int:
 CONVOLUTIONS = {  # width, kernel, stride and padding of each
     "elu4": [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)],  # SND-V's
     "relu4": [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)],  # SND-STD's and -VIC's
-    "elu": [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)],  # michalnand's RND's
 }
 
 
@@ -352,8 +342,6 @@ class SND(nn.Module):
         if self.args.snd_preprocess == "none":
             return x / 255
         x = x - self.frames.mean().float()
-        if self.args.snd_preprocess == "mean":
-            return x / 255
         return (x / self.frames.std().float()).clamp(-1, 1)
 
     def errors(self, frames):
@@ -367,8 +355,7 @@ class SND(nn.Module):
         """Of pairs: with v one frame twice or two frames (far, (B,) bool), else consecutive."""
         pair = [self.preprocess(frames), self.preprocess(others)]
         if self.args.target == "v":
-            distort = hide_tiles if self.args.snd_augment == "tiles" else pixelate
-            pair = [distort(x) for x in pair]
+            pair = [hide_tiles(x) for x in pair]
         maps = [self.target[:6](x) for x in pair]  # of the third convolution, (B, K, H, W)
         a, b = [self.target[6:](x).float() for x in maps]
         with torch.autocast(a.device.type, enabled=False):
@@ -454,21 +441,6 @@ def hide_tiles(x):
     x = x.masked_fill(hidden[..., :size, :size] & chance(0.5, x), 0)
     noise = torch.rand_like(x) * 0.4 - 0.2
     return x + noise * chance(0.5, x)
-
-
-def pixelate(x):
-    """(B, 1, S, S): half of the frames are seen at half the resolution, a quarter at a quarter.
-
-    An eighth lose a tenth of their pixels; all get noise of up to 0.2.
-    """
-    size = x.shape[-1]
-    for factor, share in [(2, 0.5), (4, 0.25)]:
-        coarse = F.avg_pool2d(x, factor, ceil_mode=True)
-        coarse = F.interpolate(coarse, scale_factor=factor)[..., :size, :size]
-        x = torch.where(chance(share, x), coarse, x)
-    x = x.masked_fill(chance(0.1, x, size, size) & chance(0.125, x), 0)
-    noise = torch.rand_like(x) * 0.4 - 0.2
-    return x + noise
 
 
 def contrastive(a, b, far):
@@ -606,7 +578,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         while step < total:
             logger.mark = time.perf_counter()  # saving and evaluating are not booked
             # Rollout
-            returns, lengths, rooms = [], [], []  # of the games that end
+            returns, lengths = [], []  # of the games that end
             for t in range(T):
                 observations[t] = torch.from_numpy(obs)
                 valid[t] = torch.from_numpy(~done)
@@ -622,11 +594,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 obs, reward, terminated, truncated, info = envs.step(action)
                 done = terminated | truncated
                 if "episode" in info:
-                    ended = info["_episode"]
-                    returns += info["episode"]["r"][ended].tolist()
-                    lengths += info["episode"]["l"][ended].tolist()
-                    if "rooms" in info["episode"]:
-                        rooms += info["episode"]["rooms"][ended].tolist()
+                    returns += info["episode"]["r"][info["_episode"]].tolist()
+                    lengths += info["episode"]["l"][info["_episode"]].tolist()
                 rewards[t] = torch.from_numpy(np.float32(reward))
                 terminations[t] = torch.from_numpy(terminated)
                 dones[t] = torch.from_numpy(done)
@@ -713,22 +682,20 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         loss = loss / num_drawn
                     loss.backward()
                     sums["predictor"] += loss.detach()
-                if args.target != "none":
-                    if args.target == "v":  # half of the pairs are one frame twice
-                        first, other = torch.randint(T * N, (2, args.pairs), device=device)
-                        same = torch.rand(args.pairs, device=device) < 0.5
-                        second = torch.where(same, first, other)
-                    else:  # consecutive frames: after an invalid row another game begins
-                        first = index[is_valid.flatten()[index]].to(device, non_blocking=True)
-                        second = first + N
-                    with autocast:
-                        loss = snd.target_loss(frames[first], frames[second], first != second)
-                    loss = loss / WORLD
-                    loss.backward()
-                    sums["target"] += loss.detach()
+                if args.target == "v":  # half of the pairs are one frame twice
+                    first, other = torch.randint(T * N, (2, args.pairs), device=device)
+                    same = torch.rand(args.pairs, device=device) < 0.5
+                    second = torch.where(same, first, other)
+                else:  # consecutive frames: after an invalid row another game begins
+                    first = index[is_valid.flatten()[index]].to(device, non_blocking=True)
+                    second = first + N
+                with autocast:
+                    loss = snd.target_loss(frames[first], frames[second], first != second)
+                loss = loss / WORLD
+                loss.backward()
+                sums["target"] += loss.detach()
                 for parameter in snd.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad = sum_over_ranks(parameter.grad)
+                    parameter.grad = sum_over_ranks(parameter.grad)
                 optimizer.step()
             means |= {name: sum_over_ranks(x) / len(minibatches) for name, x in sums.items()}
             means = {name: mean.item() for name, mean in means.items()}
@@ -737,33 +704,27 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # Metrics
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            games = [len(returns), sum(returns), sum(lengths), sum(rooms)]
-            games = sum_over_ranks(torch.tensor(games, dtype=torch.float64)).tolist()
-            count, total_return, total_length, total_rooms = games
-            all_rooms = sum_over_ranks(torch.from_numpy(rooms_ever).int()).count_nonzero().item()
-            num_valid = sum_over_ranks(valid.sum()).item()
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
                 "iteration": next_step // batch_size,
-                "episode/return": total_return / count if count else None,
-                "episode/length": total_length / count if count else None,
-                "episode/count": int(count),
-                "episode/rooms": total_rooms / count if total_rooms else None,
-                "episode/rooms_ever": all_rooms or None,
+                "episode/return": np.mean(returns) if returns else None,
+                "episode/length": np.mean(lengths) if lengths else None,
+                "episode/count": len(returns),
+                "episode/rooms_ever": rooms_ever.sum() or None,
                 "eval/return": None,
                 "loss/policy": means["policy"],
                 "loss/value": means["value"],
                 "loss/entropy": means["entropy"],
                 "loss/predictor": means["predictor"],
-                "loss/target": means.get("target"),
+                "loss/target": means["target"],
                 "train/approx_kl": means["approx_kl"],
                 "train/clip_frac": means["clip_frac"],
                 "train/explained_variance": explained_ext,
                 "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
-                "train/valid_frac": num_valid / batch_size,
+                "train/valid_frac": valid.mean().item(),
                 "int/reward_raw": raw_bonus.mean().item(),
                 "int/reward_norm": bonus.mean().item(),
                 "int/return_std": targets[is_valid][:, 1].std().item(),
@@ -856,18 +817,18 @@ class UsageError(ValueError):
 
 def set_up(args: Args) -> torch.device:
     """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if WORLD > 1 and name == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(automatic if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
+        raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
         ctypes.CDLL(None).mallopt(option, 2**30)
     if WORLD > 1 and not dist.is_initialized():

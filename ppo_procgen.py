@@ -18,8 +18,8 @@ Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
 - no gradient clipping, a piecewise linear learning rate, frames t-3 and t as input.
 
 Departure: PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it (effect not
-measured). Left out on purpose: films (benchmark/evaluate.py), augmentation, emulator states in
-checkpoints (a resumed run starts new games), truncation (Procgen reports none).
+measured). Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants),
+emulator states in checkpoints (a resumed run starts new games).
 """
 
 import contextlib
@@ -505,15 +505,13 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             logger.lap("learn")
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            games = torch.tensor([len(returns), sum(returns), sum(lengths)], dtype=torch.float64)
-            count, total_return, total_length = sum_over_ranks(games).tolist()
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
                 "iteration": next_step // batch_size,
-                "episode/return": total_return / count if count else None,
-                "episode/length": total_length / count if count else None,
-                "episode/count": int(count),
+                "episode/return": np.mean(returns) if returns else None,
+                "episode/length": np.mean(lengths) if lengths else None,
+                "episode/count": len(returns),
                 "eval/return_train": None,
                 "eval/return_test": None,
                 "loss/policy": means["policy"],
@@ -617,18 +615,18 @@ class UsageError(ValueError):
 
 def set_up(args: Args) -> torch.device:
     """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if WORLD > 1 and name == "cuda":
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(automatic if args.device == "auto" else args.device)
-        if WORLD > 1 and device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} (auto, cpu, cuda, cuda:N): {error}") from None
+        raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.backends.cudnn.allow_tf32 = True  # PyTorch's default, but for convolutions only
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
         ctypes.CDLL(None).mallopt(option, 2**30)
     if WORLD > 1 and not dist.is_initialized():

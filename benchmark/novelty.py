@@ -8,8 +8,7 @@ from games that were not replayed, and on the screens to its left and right. One
 are over games. Standardised frames of another screen are novel even to networks that learned nothing, so the same
 ratio is taken with fresh ones, under the same statistics: learning is what lies between. Rows of the file: target,
 seed, both means with their errors, their ratio, how many errors apart they are, the ratio of untrained networks, and
-how far the bonus on the replayed frames has fallen since the first iteration. "none-std" is "none" with v's
-networks and preprocessing.
+how far the bonus on the replayed frames has fallen since the first iteration.
 """
 
 import argparse
@@ -33,8 +32,6 @@ VARIANTS = {  # the published settings; equal rows and steps for all
     "v": dict(),
     "std": dict(**STD, snd_preprocess="none", predictor_share=1),
     "vic": dict(target="vic", snd_net="relu4", target_gain=0.5, snd_preprocess="none", predictor_share=1),
-    "none": dict(target="none", snd_net="elu", snd_preprocess="mean"),
-    "none-std": dict(target="none"),
 }
 ROOM = 1  # where the RAM keeps the number of the screen
 LEFT, RIGHT, JUMP_LEFT, JUMP_RIGHT = 4, 3, 12, 11

@@ -51,8 +51,7 @@ OPENAI = """--num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle --st
 flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
 RND_512 = "--num-envs 512 --total-timesteps 2000000"
-NO_REWARD = """--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --pairs 64 --snd-net elu --snd-augment
-pixelate --fire-reset --total-timesteps 1000000"""
+NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
 REPLAY = """--channels 16 32 32 --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
 --replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005 --vtrace-lambda 0.9
 --max-grad-norm 0 --precision bf16 --sync --total-timesteps 4000000"""
@@ -87,7 +86,7 @@ SUITES = {
         ("ppo_procgen:narrow", ["bigfish"], 1, NARROW),
         ("ppo_procgen:narrow-1m", ["fruitbot", "jumper", "coinrun", "bossfight"], 1,
          f"{NARROW} --total-timesteps 1000000"),
-        ("ppo_atari_snd:no-reward", ["Breakout"], 1, NO_REWARD),
+        ("snd_breakout", ["Breakout"], 1, NO_REWARD),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:replay", ["starpilot"], 1, REPLAY),
     ],
@@ -118,9 +117,15 @@ class Job:
     name = property(lambda self: f"{self.variant.replace(':', '-')}/{self.game}/seed{self.seed}")
 
     @property
+    def file(self) -> str:
+        """From the project's root: a script, or a variant of one."""
+        variant = f"benchmark/variants/{self.script}.py"
+        return variant if (ROOT / variant).exists() else f"{self.script}.py"
+
+    @property
     def command(self) -> list[str]:
         """What a newcomer types."""
-        return f"python {self.script}.py --env-id {self.game} --seed {self.seed} {self.flags}".split()
+        return f"python {self.file} --env-id {self.game} --seed {self.seed} {self.flags}".split()
 
     @property
     def folder(self) -> str:
@@ -235,7 +240,7 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
                     return None
                 time.sleep(0.2)
         anew = f"--torch-threads {threads} --env-threads {threads} --quiet".split()
-        command = [sys.executable, str(ROOT / f"{job.script}.py"), *anew]
+        command = [sys.executable, str(ROOT / job.file), *anew]
         if (run / "checkpoint.pt").exists():
             command += ["--resume", str(run), *job.command[2:]]
             with open(run / "revisions", "a") as file:  # config.json only has the last part's

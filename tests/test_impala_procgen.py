@@ -48,8 +48,8 @@ def test_defaults_match_reference_table():
     """The competition's IMPALA; clip and epsilon are RLlib's 0.5 and 1e-8 over the 1,600 rows whose sum it takes."""
     expected = dict(num_envs=16, num_groups=2, num_steps=200, minibatch_size=1600, update_epochs=3, gamma=0.99)
     expected |= dict(lr=(0, 1e-4, 1e6, 5e-4, 8e6, 1e-4), vf_coef=0.5, ent_coef=(0.01,), stack="gap", vtrace_lambda=1)
-    expected |= dict(channels=(32, 64, 64), pool="avg", input_shift=128, ortho_heads=False, optimizer="adam")
-    expected |= dict(max_grad_norm=0.5 / 1600, adam_eps=1e-8 / 1600, rmsprop_eps=0.1 / 1600, replay_proportion=0)
+    expected |= dict(channels=(32, 64, 64), pool="avg", input_shift=128, ortho_heads=False)
+    expected |= dict(max_grad_norm=0.5 / 1600, adam_eps=1e-8 / 1600, replay_proportion=0)
     expected |= dict(total_timesteps=8_000_000, distribution_mode="easy", num_levels=0, env_id="bigfish")
     assert {name: getattr(Args(), name) for name in expected} == expected
 
@@ -137,18 +137,17 @@ def plain_agent(w, obs):
     return F.linear(x, w["policy.weight"], w["policy.bias"]), F.linear(x, w["value.weight"], w["value.bias"])[:, 0]
 
 
-@pytest.mark.parametrize("name", ["adam", "rmsprop"])
-def test_two_iterations_match_plain_float64(tmp_path, name):
-    """V-trace in every pass, *summed* losses as in the reference, clip, optimizer, from frames and actions."""
+def test_two_iterations_match_plain_float64(tmp_path):
+    """V-trace in every pass, *summed* losses as in the reference, clip, Adam, from frames and actions."""
     envs = fake(cls=Noise)
-    args = dict(update_epochs=2, max_grad_norm=3.0 / 64, adam_eps=0.5 / 64, rmsprop_eps=0.5 / 64, gamma=0.9)
-    args |= dict(lr=(0, 1e-2, 64, 2e-2), vtrace_lambda=0.8, vf_coef=0.4, ent_coef=(0.02,), optimizer=name)
+    args = dict(update_epochs=2, max_grad_norm=3.0 / 64, adam_eps=0.5 / 64, gamma=0.9)
+    args |= dict(lr=(0, 1e-2, 64, 2e-2), vtrace_lambda=0.8, vf_coef=0.4, ent_coef=(0.02,))
     metrics, saved = run(tmp_path, [envs], 2, **args)
     torch.manual_seed(1)
     w = {name: x.detach().double() for name, x in Agent(SHAPE, 4, Args(channels=(4, 4, 4))).named_parameters()}
     for x in w.values():
         x.requires_grad_()
-    optimizer = dict(adam=torch.optim.Adam, rmsprop=torch.optim.RMSprop)[name](w.values(), eps=0.5)
+    optimizer = torch.optim.Adam(w.values(), eps=0.5)
     clipped = 0
     for first, lr in ((0, 1e-2), (16, 2e-2)):
         optimizer.param_groups[0]["lr"] = lr
@@ -225,7 +224,6 @@ def test_replay_leaves_the_statistics_of_new_batches_alone(tmp_path):
     assert [row["replay/count"] for row in rows[1]] == ["2"] * 4
     assert [row["async/policy_lag_max"] for row in rows[1]] == ["0"] * 4
     assert rows[0][3]["loss/value"] != rows[1][3]["loss/value"]
-    assert 0 < float(rows[1][3]["replay/rho_mean"]) <= 1
 
 
 def test_replay_ring_and_proportion(tmp_path, monkeypatch):

@@ -1,0 +1,43 @@
+"""SND-V as in michalnand's older "cnd" runs on Breakout: another network, pixelated pairs.
+
+    python benchmark/variants/snd_breakout.py --env-id Breakout --ext-coef 0 --eta 0.256 \\
+        --num-envs 32 --minibatch-size 128 --fire-reset  # the bonus only, no reward
+
+Source: github.com/michalnand/reinforcement_learning. It replaces two things in ppo_atari_snd.py:
+the convolutions of `--snd-net elu4`, and `hide_tiles`, which distorts the frames of a pair.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import ppo_atari_snd
+from ppo_atari_snd import chance
+
+
+def pixelate(x):
+    """(B, 1, S, S): half of the frames are seen at half the resolution, a quarter at a quarter.
+
+    An eighth lose a tenth of their pixels; all get noise of up to 0.2.
+    """
+    size = x.shape[-1]
+    for factor, share in [(2, 0.5), (4, 0.25)]:
+        coarse = F.avg_pool2d(x, factor, ceil_mode=True)
+        coarse = F.interpolate(coarse, scale_factor=factor)[..., :size, :size]
+        x = torch.where(chance(share, x), coarse, x)
+    x = x.masked_fill(chance(0.1, x, size, size) & chance(0.125, x), 0)
+    noise = torch.rand_like(x) * 0.4 - 0.2
+    return x + noise
+
+
+ppo_atari_snd.SCRIPT = "snd_breakout"
+ppo_atari_snd.hide_tiles = pixelate
+# Width, kernel, stride and padding of each: those of michalnand's RND.
+ppo_atari_snd.CONVOLUTIONS["elu4"] = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
+
+if __name__ == "__main__":
+    sys.exit(ppo_atari_snd.main())
