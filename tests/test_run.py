@@ -192,12 +192,13 @@ def test_every_command_parses(suite):
 
     jobs = run.jobs_of(suite)
     assert len({job.name for job in jobs}) == len(jobs) == sum(len(games) * n for _, games, n, _ in run.SUITES[suite])
+    scripts = {"snd_breakout": "ppo_atari_snd"}  # importing a variant would change its script for the tests to come
     for job in {(job.script, job.flags): job for job in jobs}.values():
-        module = importlib.import_module(job.script)
+        module = importlib.import_module(scripts.get(job.script, job.script))
         args = tyro.cli(module.Args, args=job.command[2:])
         module.check(args)
     for script, game in {(job.script, job.game) for job in jobs}:
-        module = importlib.import_module(script)
+        module = importlib.import_module(scripts.get(script, script))
         assert game in (module.GAMES if "procgen" in script else {name[:-3] for name in envpool.list_all_envs()})
 
 

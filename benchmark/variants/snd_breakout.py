@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-import ppo_atari_snd
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import ppo_atari_snd as script
 from ppo_atari_snd import chance
 
 
@@ -34,10 +33,11 @@ def pixelate(x):
     return x + noise
 
 
-ppo_atari_snd.SCRIPT = "snd_breakout"
-ppo_atari_snd.hide_tiles = pixelate
+script.SCRIPT = "snd_breakout"
+script.__doc__ = __doc__
+script.hide_tiles = pixelate
 # Width, kernel, stride and padding of each: those of michalnand's RND.
-ppo_atari_snd.CONVOLUTIONS["elu4"] = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
+script.CONVOLUTIONS["elu4"] = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
 
 if __name__ == "__main__":
-    sys.exit(ppo_atari_snd.main())
+    sys.exit(script.main())
