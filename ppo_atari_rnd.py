@@ -106,6 +106,7 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
     int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
+    bonus_after: int = 0  # steps without a bonus, so that its deviation lacks the first errors
     predictor_share: float = 0  # of rows that train the predictor; 0 = min(1, 32 / environments)
     warmup_steps: int = 6400  # random steps per environment that start the frame statistics
     # network
@@ -552,7 +553,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             with torch.no_grad(), autocast:
                 errors = [rnd.error(piece, rnd.features(piece)) for piece in pieces]
             raw_bonus = torch.cat(errors).view(T, N)
-            bonus = rnd.normalize(raw_bonus, args.gamma_int).cpu()
+            if step >= args.bonus_after:
+                bonus = rnd.normalize(raw_bonus, args.gamma_int).cpu()
+            else:
+                bonus = torch.zeros(T, N)
             rnd.frames.update(frames.flatten(0, 1))
             with autocast:
                 features = torch.cat([rnd.features(piece) for piece in pieces]).view(T, N, -1)

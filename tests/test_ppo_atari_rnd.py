@@ -1,5 +1,6 @@
 """The algorithm of ppo_atari_rnd.py against independent oracles, its environments against hand-kept books."""
 
+import csv
 import math
 
 import numpy as np
@@ -526,6 +527,14 @@ def test_a_coefficient_of_zero_turns_its_stream_off(tmp_path, monkeypatch):
     monkeypatch.setattr(RND, "normalize", lambda *x: 100 * normalize(*x))
     saved.append(run(tmp_path, fake(), 2, "int 100", int_coef=0)[1])
     assert equal(saved[0]["agent"], saved[1]["agent"])
+
+
+def test_bonus_after_leaves_the_first_errors_out_of_the_deviation(tmp_path):
+    """No bonus in the first of two iterations; the deviation then knows the second one's 64 rows only."""
+    metrics, saved = run(tmp_path, fake(), 2, bonus_after=64)
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        assert float(next(csv.DictReader(file))["int/reward_norm"]) == 0
+    assert metrics["int/reward_norm"] > 0 and saved["rnd"]["returns.sums"][0].item() == pytest.approx(64, abs=1e-3)
 
 
 def test_int_gae_crosses_episodes(tmp_path, monkeypatch):
