@@ -1,7 +1,7 @@
-"""Asynchronous PPO (APPO) on Atari: the learner of Sample Factory in one file.
+r"""Asynchronous PPO (APPO) on Atari: the learner of Sample Factory in one file.
 
     python appo_atari.py --env-id Breakout           # 25M agent steps = 100M frames
-    python appo_atari.py --env-id Pong --minibatch-size 256 --update-epochs 2 --lr 5e-4 \\
+    python appo_atari.py --env-id Pong --minibatch-size 256 --update-epochs 2 --lr 5e-4 \
         --ent-coef 0.01 --num-batches-to-accumulate 1 --total-timesteps 4000000  # two cores
     python appo_atari.py --env-id Breakout --vtrace  # V-trace instead of GAE
     python appo_atari.py --env-id Breakout --sync    # acts, then learns: reproducible
@@ -11,8 +11,9 @@ Sample Factory: Petrenko et al. 2020, arXiv:2006.11751, in the setting of M. Sta
 for Asteroids. V-trace: Espeholt et al. 2018, arXiv:1802.01561. Groups of environments are stepped
 by a thread each, with the newest weights, while the learner trains on what is complete.
 
-Measured with the second command on 2 CPU cores: Pong, 0.5M steps, 16.6 +- 2.6 (standard error over
-3 seeds); one seed of 4M steps, stopped at 0.85M: 19.4. Steps a second, with 16 environments: 2.1
+Measured with the second command on 2 CPU cores: Pong, `--total-timesteps 500000`, 16.6 +- 2.6
+(standard error over 3 seeds); one seed of 4M steps, stopped at 0.85M: 19.4. Steps a second, with 16
+environments: 2.1
 times Sample Factory 2.1.1's (two pairs of runs). All of it before the value clip was corrected.
 The default setting was not run yet.
 
@@ -29,13 +30,13 @@ Departures, effects not measured:
 - a game cut at the time limit bootstraps from its last observation (Sample Factory adds gamma V
   only with `value_bootstrap`, which the card sets to false: the cut is an end);
 - the learning rate falls to 0 (theirs, counting frames against samples, to 0.75 of the first);
-- GAE has values in rewards by the statistics of acting (theirs of learning); the statistics of
-  frames leave out row T + 1, those of returns masked rows;
+- GAE's values, but the last, are denormalised by the statistics that the actor had (theirs: by the
+  learner's); statistics of frames leave out the extra observation, those of returns masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
 - advantages' deviation is over n rows with a floor of 1e-4 (theirs n - 1 and 1e-7);
-- V-trace goes with normalised returns and bootstraps from row T + 1 (theirs refuses the first and
-  loses the last reward);
-- groups get the random head start, not single environments; no early end of an update.
+- V-trace may be used with normalised returns (theirs refuses) and bootstraps from the observation
+  after the last row (theirs drops the last reward);
+- groups get the random head start, not single environments; no early stop by the KL.
 
 Left out on purpose: films (benchmark/evaluate.py), several policies (benchmark/variants/pbt.py),
 emulator states in checkpoints, recurrent networks, learning rates that adapt to the KL.
@@ -82,12 +83,12 @@ class Args:
     seed: int = 1  # equal --sync runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where you give none
+    resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: learner
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per split at the end; 0 = none
@@ -95,7 +96,7 @@ class Args:
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # most no-ops at an episode's start, at least 1
+    noop_max: int = 30  # up to this many no-ops at an episode's start; EnvPool needs 1 or more
     fire_reset: bool = True  # press FIRE at an episode's start
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 27_000  # agent steps after which a game is cut
@@ -106,7 +107,7 @@ class Args:
     # optimisation
     num_steps: int = 128  # rollout length per environment
     minibatch_size: int = 1024  # rows per SGD step: whole trajectories
-    num_minibatches: int = 8  # minibatches of a dataset, which is an iteration
+    num_minibatches: int = 8  # of a dataset; one dataset per iteration
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[float, ...] = (3.033891184e-4,)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
@@ -115,19 +116,19 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = 1000  # rows of weights this many SGD steps old, or older, are masked
+    max_policy_lag: int = 1000  # rows of weights this many SGD steps old are masked; 64 is reached
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
     vtrace: bool = False  # targets and advantages by V-trace, anew in each minibatch, not by GAE
     clip: float = 0.1  # the ratio's interval is 1 / (1 + this) to 1 + this
-    vf_clip: float = 1  # how far the value may move from the old one, in normalised returns
+    vf_clip: float = 1  # clip range of the value in its loss, in normalised returns
     vf_coef: float = 0.5  # weight of the value term, which has no 1/2
     ent_coef: tuple[float, ...] = (4.677351413e-4,)  # weight of the entropy bonus, as --lr
 
 
 def check(args: Args):
-    """Raise UsageError for what would train nothing or train on NaN."""
+    """Raise UsageError for settings that cannot work."""
     T = args.num_steps
     dataset = args.minibatch_size * args.num_minibatches
     if min(args.num_envs, args.num_groups, T, args.num_minibatches, args.update_epochs) < 1:
@@ -159,8 +160,8 @@ ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action, has reward 0 and shows the next first observation:
-    it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
+    The step after an end ignores its action, has reward 0 and shows the next first observation: it
+    is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
     in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
     """
@@ -242,13 +243,14 @@ def stream_seed(seed: int, stream: str) -> int:
 class Normalizer(nn.Module):
     """Running mean and deviation, element by element, as Sample Factory begins and bounds them.
 
-    One row of mean 0 and variance 1 comes first, and the variance is 1e-5 larger: both in `unit`s.
+    As if one row of mean 0 and deviation `unit` (255 for bytes) had been seen, and the variance is
+    1e-5 * unit^2 larger.
     """
 
     def __init__(self, shape: tuple[int, ...], unit: float):
         super().__init__()
         self.floor = 1e-5 * unit**2
-        # A dimension more than x: so Agent makes them channels-last, as x, or each pass is slow.
+        # (1, C, H, W), so that Agent makes these channels-last too; else normalising is slow.
         self.register_buffer("mean", torch.zeros(1, *shape))
         self.register_buffer("std", torch.full((1, *shape), (unit**2 + self.floor) ** 0.5))
         self.register_buffer("sums", torch.zeros(3, *shape, dtype=torch.float64))  # of 1, x, x^2
@@ -317,13 +319,16 @@ class Agent(nn.Module):
 
 # --- mathematics ---
 
-RATIO_RANGE = (0.05, 20)  # Sample Factory: what is beyond is noise
+RATIO_RANGE = (0.05, 20)  # Sample Factory's safety limits of the ratio
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
-    race = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / race).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
+
+    torch.multinomial does the same, but makes the CPU wait for the GPU.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -342,10 +347,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float):
-    """V-trace (Espeholt et al. 2018, section 4.1, both limits 1) -> vs, advantages, both (T, N).
+    """V-trace (Espeholt et al. 2018, sections 4.1, 4.2, limits 1) -> vs, advantages, both (T, N).
 
-    As gae; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the present policy and the one that acted;
-    value: of the present critic.
+    reward, terminated, done: (T, N); value: (T + 1, N), of the present critic; rho: (T, N),
+    pi(a_t|x_t) / mu(a_t|x_t), of the present policy and the one that acted.
     """
     discount = gamma * (1 - terminated)
     rho = rho.clamp(max=1)
@@ -361,7 +366,10 @@ def vtrace(reward, value, terminated, done, rho, gamma: float):
 
 
 def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
-    """Targets and advantages (T, n), given the present logits (T + 1, n, A), value (T + 1, n)."""
+    """Targets and advantages (T, n), of the present logits (T + 1, n, A), value (T + 1, n).
+
+    All in rewards, not normalised.
+    """
     logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE)
     reward, terminated, done = minibatch["reward"], minibatch["terminated"], minibatch["done"]
@@ -427,7 +435,7 @@ class Group:
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the games of two groups are not of one age. They do not count.
+        # Random steps first, so that the games of two groups are not of one age: in no return.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -440,10 +448,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Rollout k is the turn of group k % G: rollout(group, actors, T) -> dict. It is begun only while
-    its dataset of `size` rollouts is among the next `ahead` + 1: no row is older than `ahead`
-    datasets of SGD steps when its learning begins, however unequal the actors are, and with `ahead`
-    = 0 nobody acts while the learner learns. No rollout beyond `total` is begun.
+    Rollouts are numbered; group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` of
+    them make a dataset. Begun are those of the dataset that the learner waits for and of the next
+    `ahead`: so a new row's weights are at most `ahead` datasets of SGD steps old when its learning
+    begins. With `ahead` = 0 actors wait while the learner trains. `total` rollouts are played.
     """
 
     def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
@@ -495,7 +503,7 @@ def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, device=device),  # as predicted: normalised
         "value_in_rewards": torch.zeros(T, N, device=device),
-        "version": torch.zeros(T, N),  # from here on the CPU, where GAE runs
+        "version": torch.zeros(T, N),  # this and the columns below stay on the CPU, for GAE
         "reward": torch.zeros(T, N),
         "terminated": torch.zeros(T, N),
         "done": torch.zeros(T, N),
@@ -580,8 +588,6 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps
         best = saved["best"]
-    if step or RANK:
-        torch.manual_seed(stream_seed(args.seed, stream))
     groups = []
     for g in range(args.num_groups):
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -722,7 +728,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "time/env_s": env_s,
                 "time/policy_s": policy_s,
             }
-            due = args.eval_every and next_step % args.eval_every < batch_size
+            due = args.eval_every and next_step // args.eval_every > step // args.eval_every
             if due and own_envs and RANK == 0:
                 metrics["eval/return"] = evaluate(agent, args)["game"]["mean"]
             metrics = logger.log(metrics)
@@ -777,7 +783,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
 
-    (The first games to finish, whatever their environment, would be the short ones.)
+    A fixed number per environment: counting the first to finish would favour short games.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -910,7 +916,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+        if self.table is None:  # now the columns are known; drop rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

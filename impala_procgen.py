@@ -8,9 +8,10 @@ IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe
 arXiv:1912.01588. Groups of environments are stepped by a thread each, with the newest weights,
 while the learner trains on what is complete.
 
-Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores. At its
-defaults, made for 8M steps, it does not leave random play: 2.8, one seed (a blind agent has 2.5,
-ppo_procgen.py 12.1). With fragments of 64 rows and replay it reached 6.3 and 5.7, two seeds:
+Measured on starpilot, all levels, 1M steps, 2 CPU cores, always with `--channels 16 32 32`. Other
+flags at their defaults, made for 8M steps: return 2.8 (one seed), no better than an agent that sees
+nothing (2.5); ppo_procgen.py reaches 12.1. With fragments of 64 rows and replay 6.3 and 5.7 (two
+seeds):
     --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
     --replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005
     --vtrace-lambda 0.9 --max-grad-norm 0 --precision bf16 --sync
@@ -18,11 +19,12 @@ ppo_procgen.py 12.1). With fragments of 64 rows and replay it reached 6.3 and 5.
 Unlike the paper, as in the entry (RLlib 0.8 on TensorFlow 1): Adam, several passes over a batch
 with V-trace anew in each, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
 
-Departures, effects not measured: losses are means, the entry's sums over its 1,600 rows. Under
-Adam the scale cancels, but for the clip of the gradient's norm (0.5) and epsilon (1e-8), which are
-divided by 1,600 here. A fragment's last row is trained too (the entry only bootstraps from it).
-Actors may be 2 batches ahead (16), groups start a random rollout apart, a slot of the replay is a
-batch (a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it.
+Departures, effects not measured: losses are means over rows; the entry sums 1,600 rows. Adam
+ignores that factor, except in the gradient's clip (0.5) and epsilon (1e-8), so both defaults are
+divided by 1,600. A fragment's last row is trained too (the entry only bootstraps from it). Actors
+may be 2 batches ahead (the entry: 16). Group g first plays g rollouts of random actions. A replay
+slot holds a batch (the entry: a fragment). PyTorch's Adam adds epsilon after the bias correction,
+TensorFlow's before it.
 
 Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the
 paper's), V-trace's limits other than 1, emulator states and replay in checkpoints.
@@ -72,13 +74,13 @@ class Args:
     seed: int = 1  # equal --sync runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where you give none
+    resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows per forward, in whole fragments; 0 = 64 on a CPU, all on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: learner
+    micro_batch: int = 0  # rows per forward; 0 = 64 on a CPU, all on a GPU. A backward: fragments
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -92,7 +94,7 @@ class Args:
     num_groups: int = 2  # groups of them, each stepped by a thread of its own
     # optimisation
     num_steps: int = 200  # length of a fragment, the rollout of one environment
-    minibatch_size: int = 1600  # rows per SGD step, and new ones per iteration: whole rollouts
+    minibatch_size: int = 1600  # rows per SGD step; also the new rows of an iteration
     update_epochs: int = 3  # passes over a batch
     lr: tuple[float, ...] = (0, 1e-4, 1e6, 5e-4, 8e6, 1e-4)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
@@ -104,7 +106,7 @@ class Args:
     replay_proportion: float = 0  # replayed batches per new one, drawn uniformly from the slots
     # algorithm
     gamma: float = 0.99  # discount
-    vtrace_lambda: float = 1  # V-trace: factor of the weights c that pass later differences on
+    vtrace_lambda: float = 1  # multiplies V-trace's trace weights c; 1 = the paper
     vf_coef: float = 0.5  # weight of the value term, half the squared error
     ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: one number, or as --lr
     # network
@@ -115,12 +117,15 @@ class Args:
 
 
 def check(args: Args):
-    """Raise UsageError for what would train nothing or train on NaN."""
+    """Raise UsageError for settings that cannot work."""
     if min(args.num_envs, args.num_groups, args.num_steps, args.update_epochs) < 1:
         flags = "--num-envs, --num-groups, --num-steps, --update-epochs"
         raise UsageError(f"{flags}: must be at least 1")
     if min(args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
         raise UsageError("--num-levels, --start-level, --micro-batch, --eval-episodes: at least 0")
+    if min(args.num_batches_to_accumulate, args.replay_slots, args.replay_proportion) < 0:
+        flags = "--num-batches-to-accumulate, --replay-slots, --replay-proportion"
+        raise UsageError(f"{flags}: at least 0")
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
     rows = args.num_envs // args.num_groups * args.num_steps
@@ -267,13 +272,16 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
-    race = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / race).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
+
+    torch.multinomial does the same, but makes the CPU wait for the GPU.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, section 4.1, both limits 1) -> vs, advantages, both (T, N).
+    """V-trace (Espeholt et al. 2018, sections 4.1, 4.2, limits 1) -> vs, advantages, both (T, N).
 
     reward, done: (T, N), of the step taken in row t; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of
     the present policy and the one that acted; value: (T + 1, N), of the present critic.
@@ -293,8 +301,8 @@ def vtrace(reward, value, done, rho, gamma: float, lam: float):
 def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Tensor]:
     """What the loss is made of, and the value's targets, each (T, N).
 
-    logits (T, N, A) and value (T + 1, N) are the new ones. policy: -log pi(a) A (IMPALA, section
-    4.2); value: half the squared error; approx_kl: KL(mu || pi), estimated by rho - 1 - log rho.
+    logits (T, N, A) and value (T + 1, N) are the new ones. policy: -log pi(a) x advantage (IMPALA,
+    section 4.2); value: half the squared error; approx_kl: KL(mu || pi), by rho - 1 - log rho.
     """
     logp = logits.log_softmax(-1)
     action_logp = logp.gather(-1, rows["action"][..., None]).squeeze(-1)
@@ -339,7 +347,7 @@ class Group:
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the games of two groups are not of one age. They do not count.
+        # Random steps first, so that the games of two groups are not of one age: in no return.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -352,10 +360,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Rollout k is the turn of group k % G: rollout(group, actors, T) -> dict. It is begun only while
-    its dataset of `size` rollouts is among the next `ahead` + 1: no row is older than `ahead`
-    datasets of SGD steps when its learning begins, however unequal the actors are, and with `ahead`
-    = 0 nobody acts while the learner learns. No rollout beyond `total` is begun.
+    Rollouts are numbered; group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` of
+    them make a dataset. Begun are those of the dataset that the learner waits for and of the next
+    `ahead`: so a new row's weights are at most `ahead` datasets of SGD steps old when its learning
+    begins. With `ahead` = 0 actors wait while the learner trains. `total` rollouts are played.
     """
 
     def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
@@ -475,7 +483,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
     torch.manual_seed(args.seed)  # equal first weights on all ranks
     agent = Agent(obs_shape, num_actions, args).to(device)
-    agent.version = 0  # SGD steps so far
+    agent.version = 0  # SGD steps of this process
     network = torch.compile(agent) if args.compile else agent
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     best = -np.inf
@@ -484,16 +492,15 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps
         best = saved["best"]
-    if step or RANK:
-        torch.manual_seed(stream_seed(args.seed, stream))
     groups = []
     for g in range(args.num_groups):
         seed = stream_seed(args.seed, f"{stream} actions {g}")
         groups.append(Group(envs[g], seed, device, head_start=g * T))
     replay_rng = random.Random(args.seed)  # the same draws on all ranks
     ring = deque(maxlen=args.replay_slots)  # the newest batches
-    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_fragments = args.minibatch_size // T
+    all_rows = num_fragments * (T + 1)
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else all_rows)
     piece_fragments = math.ceil(micro_batch / T)  # V-trace needs whole ones
     recent = deque(maxlen=100)  # returns of the last games
 
@@ -525,16 +532,16 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.mark = time.perf_counter()  # saving and evaluating are not booked
             # Batch: whole rollouts, side by side; the next ones are under way meanwhile
             dataset = actors.dataset()
-            batch = {}
+            new_batch = {}
             for name in dataset[0]["columns"]:
-                batch[name] = torch.cat([rollout["columns"][name] for rollout in dataset], 1)
-            lag = agent.version - batch["version"]
+                new_batch[name] = torch.cat([rollout["columns"][name] for rollout in dataset], 1)
+            lag = agent.version - new_batch["version"]
             returns = [x for rollout in dataset for x in rollout["returns"]]
             lengths = [x for rollout in dataset for x in rollout["lengths"]]
             logger.lap("queue_wait")
 
             # Replay: the newest batch may be drawn as well
-            ring.append(batch)
+            ring.append(new_batch)
             num_replayed = int(args.replay_proportion)
             num_replayed += replay_rng.random() < args.replay_proportion % 1
             replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
@@ -543,41 +550,44 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            new_sums = defaultdict(float)  # of the means of SGD steps on the new batch
+            sums = defaultdict(float)  # of the means of SGD steps on the new batch
             values, targets = [], []  # of its first pass
-            passes = [batch] * args.update_epochs
+            passes = [new_batch] * args.update_epochs
             for old_batch in replayed:
                 passes += [old_batch] * args.update_epochs
-            for p, minibatch in enumerate(passes):
-                sums = new_sums if p < args.update_epochs else defaultdict(float)
+            for p, batch in enumerate(passes):
+                is_new = p < args.update_epochs
                 optimizer.zero_grad()
                 for start in range(0, num_fragments, piece_fragments):
                     piece = slice(start, start + piece_fragments)
-                    rows = {name: column[:, piece] for name, column in minibatch.items()}
+                    rows = {name: column[:, piece] for name, column in batch.items()}
                     logits, value = forward(rows["obs"])
                     terms, vs = impala_terms(logits[:-1], value, rows, args)
                     means = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
                     loss = means["policy"] + args.vf_coef * means["value"]
                     loss -= ent_coef * means["entropy"]
                     loss.backward()
-                    for name, mean in means.items():
-                        sums[name] += mean.detach()
+                    if is_new:
+                        for name, mean in means.items():
+                            sums[name] += mean.detach()
                     if p == 0:
                         values.append(value[:-1].detach())
                         targets.append(vs)
                 for parameter in agent.parameters():
                     parameter.grad = sum_over_ranks(parameter.grad) / WORLD
                 limit = args.max_grad_norm or np.inf
-                sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+                if is_new:
+                    sums["grad_norm"] += grad_norm
                 optimizer.step()
                 agent.version += 1
                 actors.publish(agent)
 
             # Metrics
-            num_passes = args.update_epochs * WORLD
-            means = {name: sum_over_ranks(x).item() / num_passes for name, x in new_sums.items()}
+            divisor = args.update_epochs * WORLD  # a mean over passes and ranks
+            means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
-            if not np.isfinite(sum(means.values())):
+            if not np.isfinite(sum(means.values()) + grad_norm.item()):  # the last one is replay's
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
             next_step = step + batch_size
@@ -604,7 +614,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "time/env_s": sum(rollout["env_s"] for rollout in dataset),
                 "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
             }
-            due = args.eval_every and next_step % args.eval_every < batch_size
+            due = args.eval_every and next_step // args.eval_every > step // args.eval_every
             if due and own_envs and RANK == 0:
                 for split, result in evaluate(agent, args).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
@@ -660,7 +670,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
 
-    (The first games to finish, whatever their environment, would be the short ones.)
+    A fixed number per environment: counting the first to finish would favour short games.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -793,7 +803,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+        if self.table is None:  # now the columns are known; drop rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

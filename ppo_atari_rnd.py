@@ -23,9 +23,10 @@ Unlike most PPO, as in the authors' code:
 
 Departures, effects not measured: EnvPool plays one no-op at a game's start, fills the frame stack
 with the first frame (theirs: zeros), and shows a game's last frame, with a bonus of its own, before
-the next game's first. A game cut at the time limit bootstraps from its last observation (theirs
-ends). Frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1}). PyTorch's Adam adds
-epsilon after the bias correction; its GRU cell has the reset gate in another place.
+the next game's first; that frame's V_int is not trained. A game cut at the time limit bootstraps
+from its last observation (theirs ends). Frame statistics take in o_1 to o_T of a rollout (theirs
+o_0 to o_{T-1}). PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the reset
+gate in another place.
 
 Left out on purpose: other authors' networks and bonuses (benchmark/variants), films
 (benchmark/evaluate.py), emulator states in checkpoints (a resumed run starts new games).
@@ -69,7 +70,7 @@ class Args:
     seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where you give none
+    resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
@@ -82,7 +83,7 @@ class Args:
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 1  # most no-ops at a game's start, at least 1
+    noop_max: int = 1  # up to this many no-ops at a game's start; EnvPool needs 1 or more
     fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
@@ -115,7 +116,7 @@ class Args:
 
 
 def check(args: Args):
-    """Raise UsageError for what would train nothing or train on NaN."""
+    """Raise UsageError for settings that cannot work."""
     T = args.num_steps
     rows = args.num_envs * T
     if min(args.num_envs, T, args.update_epochs) < 1:
@@ -143,8 +144,8 @@ ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action, has reward 0 and shows the next first observation:
-    it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
+    The step after an end ignores its action, has reward 0 and shows the next first observation: it
+    is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
     in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
     """
@@ -246,9 +247,9 @@ def convolutions(channels: int, last_kernel: int, activation) -> nn.Sequential:
 class Agent(nn.Module):
     """The paper's policies: uint8 (B, C, H, W) -> logits (B, A), values (B, 2), memory.
 
-    Values are those of the game and of the bonus. With --memory gru the B rows are those of n
-    environments, one after the other, each in the order of time; memory (n, 256) is what they
-    begin with and, as a result, end with. It is forgotten after a row whose `valid` (B,) is 0.
+    Values are those of the game and of the bonus. With --memory gru the B rows are those of one
+    environment in order of time, then of the next; memory (n, 256) is the state of each of the n
+    before its first row, and as a result after its last. A row whose `valid` (B,) is 0 resets it.
     """
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
@@ -265,7 +266,7 @@ class Agent(nn.Module):
             nn.init.zeros_(self.hidden2.bias_ih)
             nn.init.zeros_(self.hidden2.bias_hh)
         else:
-            width = 448  # for about as many weights
+            width = 448  # makes it about as large as the GRU policy
             self.hidden2 = layer(nn.Linear(256, width))
         self.residual_policy = layer(nn.Linear(width, width), 0.1)
         self.residual_value = layer(nn.Linear(width, width), 0.1)
@@ -274,7 +275,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs, memory, valid):
-        # Bytes are re-ordered before they become floats, and in place: each pass takes time.
+        # Reordered while still bytes: a quarter of the traffic. div_ reuses the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         x = F.relu(self.hidden1(self.convs(x)))
         if self.memory_size:
@@ -325,7 +326,7 @@ class RND(nn.Module):
         super().__init__()
         self.frames = RunningMoments(frame_shape)
         self.returns = RunningMoments()
-        self.discounted = 0.0  # (N,), not saved: a resumed run begins new games
+        self.discounted = 0.0  # (N,), not saved: begins anew in a resumed run
         self.target = convolutions(1, 3, nn.LeakyReLU(0.2))
         self.predictor = convolutions(1, 3, nn.LeakyReLU(0.2))
         width = self.target(torch.zeros(1, *frame_shape)).shape[1]
@@ -353,10 +354,10 @@ class RND(nn.Module):
         return (prediction - features).square().mean(1)
 
     def normalize(self, bonus, gamma: float):
-        """(T, N) -> (T, N), over the deviation of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
+        """(T, N) -> (T, N): divided by the deviation of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
 
-        These sums run along time in each environment, through the ends of games and rollouts, and
-        enter the deviation first.
+        These sums run along time in each environment, through the ends of games and rollouts. Those
+        of this rollout enter the deviation before it divides.
         """
         for row in bonus:
             self.discounted = gamma * self.discounted + row.double()
@@ -368,9 +369,12 @@ class RND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
-    race = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / race).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
+
+    torch.multinomial does the same, but makes the CPU wait for the GPU.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -462,7 +466,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     network = torch.compile(agent) if args.compile else agent
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
-    rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs enters new ones
+    rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs marks new ones in it
     best = -np.inf
     if args.resume:
         agent.load_state_dict(saved["agent"])
@@ -494,10 +498,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # Row t = (obs_t, memory_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
     # done_{t+1}, valid_t). The row after an end is no transition, its action is ignored: it is not
     # valid, which masks policy and value loss. But its next frame is a new game's first, which no
-    # other row shows: it has a bonus and trains the predictor, or dying would be novel for ever.
+    # other row shows: it has a bonus and trains the predictor, or dying would stay novel.
     rollout = {
         "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
-        "memory": torch.zeros(T, N, agent.memory_size, device=device),
+        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # row 0 is what is used
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -589,8 +593,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             sums = defaultdict(float)  # of the minibatches' means
             for _ in range(args.update_epochs):
                 for first in range(0, T * N, args.minibatch_size):
-                    minibatch = slice(first, first + args.minibatch_size)
-                    minibatch = {name: column[minibatch] for name, column in batch.items()}
+                    last = first + args.minibatch_size
+                    minibatch = {name: column[first:last] for name, column in batch.items()}
                     num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
                     drawn = torch.rand(args.minibatch_size) < share  # on the CPU: nothing waits
                     num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1).item()
@@ -649,7 +653,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "int/return_std": rnd.returns.std().item(),
                 "int/explained_variance": explained_int,
             }
-            due = args.eval_every and next_step % args.eval_every < batch_size
+            due = args.eval_every and next_step // args.eval_every > step // args.eval_every
             if due and own_envs and RANK == 0:
                 metrics["eval/return"] = evaluate(agent, args)["game"]["mean"]
             metrics = logger.log(metrics)
@@ -703,7 +707,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
 
-    (The first games to finish, whatever their environment, would be the short ones.)
+    A fixed number per environment: counting the first to finish would favour short games.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -840,7 +844,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+        if self.table is None:  # now the columns are known; drop rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

@@ -1,13 +1,13 @@
-"""PPO with Self-supervised Network Distillation (SND) on Atari: Pechac et al. 2023.
+r"""PPO with Self-supervised Network Distillation (SND) on Atari: Pechac et al. 2023.
 
     python ppo_atari_snd.py --env-id MontezumaRevenge  # SND-V, 128M agent steps = 512M frames
     python ppo_atari_snd.py --resume runs/NAME         # go on with a stopped run
 
     PAPER="--snd-preprocess none --motivation-passes one --minibatches permuted --noop-max 1"
     python ppo_atari_snd.py $PAPER                     # SND-V, SND-STD, SND-VIC by the paper's code
-    python ppo_atari_snd.py $PAPER --target std --snd-net relu4 --target-gain 0.5 \\
+    python ppo_atari_snd.py $PAPER --target std --snd-net relu4 --target-gain 0.5 \
         --predictor-gain 0.5 --predictor-share 1 --predictor-sum --eta 1
-    python ppo_atari_snd.py $PAPER --target vic --snd-net relu4 --target-gain 0.5 \\
+    python ppo_atari_snd.py $PAPER --target vic --snd-net relu4 --target-gain 0.5 \
         --predictor-share 1 --eta 0.25
 
 SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. ST-DIM: Anand et al. 2019,
@@ -15,8 +15,8 @@ arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.
 
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features;
 unlike RND's the target learns too, by a contrastive loss of pairs from the whole rollout (SND-V),
-by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are run 21 of michalnand's
-"cnd" series, the paper's SND-V.
+by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run 21 of
+michalnand's "cnd" series; $PAPER has the settings of the paper's code.
 
 Measured: no score at published lengths yet. After 384 SGD steps on Pitfall's first screen the bonus
 on its other screens is higher (in brackets: by untrained networks; one seed) 69 times with SND-V
@@ -24,16 +24,18 @@ on its other screens is higher (in brackets: by untrained networks; one seed) 69
 follows.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
-limited, not normalised, and its returns end with the game; rows are drawn with replacement.
+limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
+o_{t+1}), so an action is paid by the value of what follows; rows are drawn with replacement.
 
 Departures, effects not measured: EnvPool fills a new game's frame stack with its first frame; a
-game's last frame is learned too, from the row whose action is ignored; a rollout's last row is
-learned from its return (theirs: from zero); a game cut at the time limit bootstraps from its last
-observation (theirs ends); frame statistics are updated once a rollout, without row T + 1 (theirs:
-every step); rewards are signs (the paper's code: only positive ones); consecutive frames are never
-of two games; a frame drawn twice counts as near; the critic's features are rectified (not in the
-paper's code). Where the sources are open: one size of masked tiles a batch; STD's norms are of a
-row's logits, its deviation is over a row's features.
+game's last frame is learned too, from the row whose action is ignored; a rollout's last row
+bootstraps from V of the next observation (theirs: from zero); a game cut at the time limit
+bootstraps from its last observation (theirs ends); frame statistics are updated once a rollout,
+without the last observation (theirs: every step); rewards are signs (the paper's code: only
+positive ones); consecutive frames are never of two games; a frame drawn twice counts as near; the
+critic's features are rectified (not in the paper's code). SND-STD asks which frame of the batch
+comes next, as the paper's code does (ST-DIM: which one came before). Where the sources are open:
+one size of masked tiles a batch.
 
 Left out on purpose: a look at the features (benchmark/features.py), films (benchmark/evaluate.py),
 emulator states in checkpoints; in benchmark/variants: the paper's Procgen games, michalnand's older
@@ -78,20 +80,20 @@ class Args:
     seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where you give none
+    resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
+    micro_batch: int = 0  # rows at once, but for the target's loss; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # most no-ops at a game's start, at least 1
+    noop_max: int = 30  # up to this many no-ops at a game's start; EnvPool needs 1 or more
     fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
@@ -123,8 +125,8 @@ class Args:
     pairs: int = 64  # of frames in one step of target v; std, vic: one per row of the minibatch
     snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
-    """target and predictor learn in each minibatch, or in one pass over the rollout in its order"""
-    predictor_share: float = 0  # of rows x features that train it; 0 = min(1, 32 / environments)
+    """after the policy target and predictor learn in those minibatches or in one ordered pass"""
+    predictor_share: float = 0  # of its outputs that are in its loss; 0 = min(1, 32 / environments)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
     # network
@@ -135,7 +137,7 @@ class Args:
 
 
 def check(args: Args):
-    """Raise UsageError for what would train nothing or train on NaN."""
+    """Raise UsageError for settings that cannot work."""
     rows = args.num_envs * args.num_steps
     if min(args.num_envs, args.num_steps, args.update_epochs, args.pairs) < 1:
         raise UsageError("--num-envs, --num-steps, --update-epochs, --pairs: must be at least 1")
@@ -159,8 +161,8 @@ ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action, has reward 0 and shows the next first observation:
-    it is no transition and counts nowhere. Rewards are signs; info["reward"] is not clipped.
+    The step after an end ignores its action, has reward 0 and shows the next first observation: it
+    is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
     in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
     """
@@ -239,8 +241,8 @@ def stream_seed(seed: int, stream: str) -> int:
 # --- network ---
 
 CONVOLUTIONS = {  # width, kernel, stride and padding of each
-    "elu4": [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)],  # SND-V's
-    "relu4": [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)],  # SND-STD's and -VIC's
+    "elu4": [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)],  # SND-V
+    "relu4": [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)],  # STD, VIC, the policy
 }
 
 
@@ -277,7 +279,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Reordered while still bytes: a quarter of the traffic.
+        # Reordered while still bytes: a quarter of the traffic. div_ reuses the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         x = self.trunk(x)
         policy = F.relu(self.hidden_policy(x))
@@ -330,10 +332,10 @@ class SND(nn.Module):
         for _ in range(2):
             self.predictor.append(nn.ELU())
             self.predictor.append(layer(nn.Linear(features, features), args.predictor_gain))
-        if args.target == "std":  # bilinear: these outputs times the patches of the frame before
+        if args.target == "std":  # bilinear scores: these outputs times the patches of a frame
             depth = CONVOLUTIONS[args.snd_net][2][0]  # of the third convolution's maps
-            self.whole = layer(nn.Linear(features, depth), args.target_gain)
-            self.local = layer(nn.Linear(depth, depth), args.target_gain)
+            self.whole = nn.Linear(features, depth)
+            self.local = nn.Linear(depth, depth)
         self.to(memory_format=torch.channels_last)
 
     def preprocess(self, frames):
@@ -345,18 +347,18 @@ class SND(nn.Module):
         return (x / self.frames.std().float()).clamp(-1, 1)
 
     def errors(self, frames):
-        """Squared errors of the predictor, (B, D): their mean is the bonus, and its loss."""
+        """Squared errors of the predictor, (B, D): their mean is the bonus, some are its loss."""
         x = self.preprocess(frames)
         with torch.no_grad():
             features = self.target(x).float()
         return (self.predictor(x).float() - features).square()
 
     def target_loss(self, frames, others, far):
-        """Of pairs: with v one frame twice or two frames (far, (B,) bool), else consecutive."""
+        """Of pairs: v: one frame twice or two random ones (far (B,) is True); else consecutive."""
         pair = [self.preprocess(frames), self.preprocess(others)]
         if self.args.target == "v":
             pair = [hide_tiles(x) for x in pair]
-        maps = [self.target[:6](x) for x in pair]  # of the third convolution, (B, K, H, W)
+        maps = [self.target[:6](x) for x in pair]  # after three convolutions, (B, K, H, W)
         a, b = [self.target[6:](x).float() for x in maps]
         with torch.autocast(a.device.type, enabled=False):
             if self.args.target == "v":
@@ -371,9 +373,12 @@ class SND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
-    race = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / race).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
+
+    torch.multinomial does the same, but makes the CPU wait for the GPU.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -433,7 +438,7 @@ def chance(share: float, like, height: int = 1, width: int = 1):
 
 
 def hide_tiles(x):
-    """(B, 1, S, S): half of the frames lose a tenth of their tiles, half get noise of up to 0.2."""
+    """(B, 1, S, S): each frame loses a tenth of its tiles or not, gets noise of +-0.2 or not."""
     size = x.shape[-1]
     tile = [1, 2, 4, 8, 12, 16][torch.randint(6, ()).item()]
     tiles = math.ceil(size / tile)
@@ -444,9 +449,9 @@ def hide_tiles(x):
 
 
 def contrastive(a, b, far):
-    """SND-V's loss: mean squared distances of features (B, D) are to be `far` (B,), 0 or 1.
+    """SND-V's loss: the mean squared distance of features (B, D) should be `far` (B,), 0 or 1.
 
-    The second term keeps features small: it is felt where their mean squares sum to over 200.
+    The second term penalises features whose mean squares sum to over 200.
     """
     distance = (a - b).square().mean(1)
     size = a.square().mean() + b.square().mean()
@@ -454,7 +459,7 @@ def contrastive(a, b, far):
 
 
 def vicreg(a, b):
-    """SND-VIC's loss of features (B, D): invariance, variance, covariance (VICReg, eq. 1 to 6)."""
+    """SND-VIC's loss of features (B, D): VICReg's three terms (eq. 1 to 6), weighted 1, 1, 1/25."""
     loss = F.mse_loss(a, b)
     for z in (a, b):
         covariance = torch.cov(z.T)
@@ -466,19 +471,19 @@ def vicreg(a, b):
 
 
 def infonce(patches, whole, local, features):
-    """SND-STD's loss: which frame of the batch came before? (ST-DIM with two regularisers.)
+    """SND-STD's loss: which frame of the batch comes next? (ST-DIM with two regularisers.)
 
     patches: (P, B, K), maps of the frames; whole: (B, K), of the next frames; local: (P, B, K), of
-    their patches; features: (B, D), of the frames. 1e-4 x the mean norm of a row's logits keeps
+    their patches; features: (B, D), of the frames. 1e-4 x the norm of a patch's (B, B) logits keeps
     them small, -1e-4 x the deviation of a row's features keeps those apart.
     """
     P, B, _ = patches.shape
     answers = torch.arange(B, device=patches.device).repeat(P)
     loss = -1e-4 * features.std(1).mean()
     for question in (whole, local):
-        logits = question @ patches.mT  # (P, B, B): of each frame before, at each patch
-        logits = logits.flatten(0, 1)
-        loss = loss + F.cross_entropy(logits, answers) + 1e-4 * logits.norm(dim=1).mean()
+        logits = patches @ question.mT  # (P, B, B): of each next frame, at each patch
+        loss = loss + F.cross_entropy(logits.flatten(0, 1), answers)
+        loss = loss + 1e-4 * logits.norm(dim=(1, 2)).mean()
     return loss
 
 
@@ -520,7 +525,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     network = torch.compile(agent) if args.compile else agent
     parameters = [*agent.parameters(), *snd.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
-    rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs enters new ones
+    rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs marks new ones in it
     best = -np.inf
     if args.resume:
         agent.load_state_dict(saved["agent"])
@@ -549,9 +554,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
     # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1},
     # valid_t). The row after an end is no transition, its action is ignored: it is not valid, which
-    # masks policy and value loss. Its frame, a game's last, has a bonus and trains the predictor.
+    # masks policy and value loss. Its frame, a game's last, trains the predictor.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
-    frames = observations[:, :, -1:].flatten(0, 1)  # the newest, a view; after frame i comes i + N
+    frames = observations[:, :, -1:].flatten(0, 1)  # the newest, as a view; after i comes i + N
     rollout = {
         "obs": observations[:T],
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
@@ -605,7 +610,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 _, last_value = forward(observations[T])
             logger.lap("policy")
 
-            # Bonus, under the frame statistics so far; then this rollout enters them
+            # Bonus of o_t, under the frame statistics so far; then this rollout enters them
             pieces = frames[: T * N].split(micro_batch)
             with torch.no_grad(), autocast:
                 raw_bonus = torch.cat([snd.errors(piece).mean(1) for piece in pieces])
@@ -631,7 +636,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             logger.lap("policy")
 
-            # Update of the policy; row numbers stay on the CPU, where nothing waits for them
+            # Update of the policy; row numbers are drawn on the CPU, so that nothing waits for them
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
@@ -664,7 +669,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 optimizer.step()
             means = {name: sum_over_ranks(x) / len(minibatches) for name, x in sums.items()}
 
-            # Update of predictor and target (Adam leaves alone what has no gradient)
+            # Update of predictor and target; the policy's gradients are None, so Adam skips it
             if args.motivation_passes == "one":
                 minibatches = torch.arange(T * N).split(args.minibatch_size)
             sums = defaultdict(float)
@@ -730,7 +735,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "int/return_std": targets[is_valid][:, 1].std().item(),
                 "int/explained_variance": explained_int,
             }
-            due = args.eval_every and next_step % args.eval_every < batch_size
+            due = args.eval_every and next_step // args.eval_every > step // args.eval_every
             if due and own_envs and RANK == 0:
                 metrics["eval/return"] = evaluate(agent, args)["game"]["mean"]
             metrics = logger.log(metrics)
@@ -784,7 +789,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
 
-    (The first games to finish, whatever their environment, would be the short ones.)
+    A fixed number per environment: counting the first to finish would favour short games.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -917,7 +922,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+        if self.table is None:  # now the columns are known; drop rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

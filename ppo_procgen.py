@@ -64,7 +64,7 @@ class Args:
     seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on with; its flags hold where you give none
+    resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
@@ -109,7 +109,7 @@ class Args:
 
 
 def check(args: Args):
-    """Raise UsageError for what would train nothing or train on NaN."""
+    """Raise UsageError for settings that cannot work."""
     rows = args.num_envs * args.num_steps
     if min(args.num_envs, args.num_steps, args.update_epochs) < 1:
         raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
@@ -255,9 +255,12 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): multinomial without its waits for a GPU."""
-    race = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / race).argmax(-1)
+    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
+
+    torch.multinomial does the same, but makes the CPU wait for the GPU.
+    """
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / noise).argmax(-1)
 
 
 def gae(reward, value, done, gamma: float, lam: float):
@@ -526,7 +529,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
             }
-            due = args.eval_every and next_step % args.eval_every < batch_size
+            due = args.eval_every and next_step // args.eval_every > step // args.eval_every
             if due and own_envs and RANK == 0:
                 for split, result in evaluate(agent, args).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
@@ -582,7 +585,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
 
-    (The first games to finish, whatever their environment, would be the short ones.)
+    A fixed number per environment: counting the first to finish would favour short games.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -715,7 +718,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; a resumed run keeps its earlier rows
+        if self.table is None:  # now the columns are known; drop rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

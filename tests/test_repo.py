@@ -18,11 +18,11 @@ from test_plumbing import KINDS
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (774, 36.4),
-    "impala_procgen": (852, 40.6),
-    "ppo_atari_rnd": (895, 43.8),
-    "ppo_atari_snd": (976, 47.9),
-    "appo_atari": (969, 47.2),
+    "ppo_procgen": (777, 36.5),
+    "impala_procgen": (862, 41.1),
+    "ppo_atari_rnd": (903, 44.3),
+    "ppo_atari_snd": (981, 48.1),
+    "appo_atari": (975, 47.4),
 }
 PLUMBING = "# --- plumbing, the same text in all five files ---\n"
 # Functions and classes whose text may differ between scripts that have one of this name, and why.
