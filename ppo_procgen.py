@@ -8,8 +8,9 @@ PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:15
 IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
 Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores, one seed:
-13.5 +- 1.2 (standard error over 100 games); OpenAI's PPO, with another network and batch, has
-8.8 +- 0.6 (3 runs). The 8M steps of the default were not run yet; the entry had 26.3 on bigfish.
+13.5 +- 1.2 (standard error over 100 games). OpenAI's PPO has 8.8 +- 0.6 (3 runs); this script in
+their setting (the README's command) 8.4 +- 0.7, one seed. The 8M steps of the default were not run
+yet; the entry had 26.3 on bigfish.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;

@@ -18,7 +18,7 @@ from test_plumbing import KINDS
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (777, 36.5),
+    "ppo_procgen": (778, 36.6),
     "impala_procgen": (862, 41.1),
     "ppo_atari_rnd": (903, 44.3),
     "ppo_atari_snd": (981, 48.1),
