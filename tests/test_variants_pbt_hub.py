@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark" / "variants"))
-TINY = "--env-id leaper --num-envs 4 --num-steps 32 --minibatch-size 64 --channels 4 4 4 --torch-threads 1".split()
+TINY = "--env-id leaper --num-envs 16 --num-steps 32 --minibatch-size 64 --channels 4 4 4 --torch-threads 1".split()
 
 
 def rows(run):
@@ -70,7 +70,7 @@ def test_pbt_exploits_and_explores(tmp_path):
     """As typed, by Ray. Hardly learning, trials of two seeds end with equal weights only if one copied the other."""
     command = [sys.executable, ROOT / "benchmark" / "variants" / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
     command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e-8 --".split()
-    subprocess.run([*command, *TINY, "--num-envs", "16"], check=True, capture_output=True, timeout=600)
+    subprocess.run([*command, *TINY], check=True, capture_output=True, timeout=600)
     (line,) = (tmp_path / "pbt" / "tune" / "pbt_global.txt").read_text().splitlines()
     worse, better, _, _, before, after = json.loads(line)
     runs = [tmp_path / "pbt" / f"trial_{name.split('_')[0]}" for name in (worse, better)]
@@ -86,7 +86,7 @@ def test_pbt_refuses_in_one_line(tmp_path, capsys):
     import pbt
 
     assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--slice-steps", "100", "--", *TINY]) == 2
-    assert pbt.main(["ppo_procgen", str(tmp_path), "--slice-steps", "300", "--", *TINY]) == 2
+    assert pbt.main(["ppo_procgen", str(tmp_path), "--slice-steps", "512", "--", *TINY]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2 and "--total-timesteps 100" in errors[0] and "exists" in errors[1]
     assert not list(tmp_path.iterdir())
