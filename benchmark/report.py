@@ -315,6 +315,14 @@ seeds is their mean, and its interval their range. The last tenth of training co
 more often. Steps are floored to whole iterations; of what was not run, they are those asked for.
 """
 
+LEFT_OUT = """## Left out
+
+APEX and SAC, which the competition entry tried and dropped: in its own log APEX comes to 4.1 to 5 on bigfish, its PPO
+to 28.4, and SAC to 1.9 on coinrun, PPO to 8.9 (one run each); each of them would be a sixth script. RL-RND's DNC
+memory: its code is in another repository, and no score of it was published; `ppo_atari_rnd.py --memory gru` is the
+recurrence of the RND paper.
+"""
+
 
 def report(results: Path = RESULTS) -> str:
     """The text of benchmark/README.md."""
@@ -332,6 +340,7 @@ def report(results: Path = RESULTS) -> str:
         "",
         *floor_table(results),
         "",
+        LEFT_OUT,
         "Interactive: `results/index.html`. Plots: `results/plots`.",
         "",
     ]
