@@ -1,0 +1,105 @@
+"""The variants of the scripts, benchmark/variants/: each as a user runs it, and what is its own."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import ROOT
+
+FOLDER = ROOT / "benchmark" / "variants"
+TINY = """--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 --eval-episodes 2 --device cpu
+--torch-threads 1 --env-threads 1 --run-name x --quiet"""
+OWN = {
+    "procgen_augment": "--env-id leaper --channels 4 4 4 --augment flip translate crop rotate pad_crop",
+    "impala_augment": "--env-id leaper --channels 4 4 4 --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
+}
+RESUMED = ["procgen_augment"]
+
+
+def run(folder, *words):
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_runs(name, tmp_path):
+    """As typed, shrunk: two iterations and an evaluation; one variant of each kind goes on, and is played again."""
+    run(tmp_path, FOLDER / f"{name}.py", *OWN[name].split(), *TINY.split())
+    folder = tmp_path / "runs" / "x"
+    own = json.loads((folder / "eval.json").read_text())
+    assert json.loads((folder / "config.json").read_text())["script"] == name
+    if name in RESUMED:
+        out = tmp_path / "out.json"
+        run(tmp_path, ROOT / "benchmark" / "evaluate.py", folder, "--episodes", 2, "--out", out)
+        assert json.loads(out.read_text()) == own and own["step"] == 128
+        run(tmp_path, FOLDER / f"{name}.py", "--resume", folder, "--total-timesteps", 192)
+        assert json.loads((folder / "eval.json").read_text())["step"] == 192
+
+
+@pytest.fixture
+def variant(monkeypatch):
+    """variant(name): its module, imported anew; after the test its script is as it was."""
+    monkeypatch.syspath_prepend(FOLDER)
+    scripts = [importlib.import_module(path.stem) for path in ROOT.glob("*.py")]
+    before = [dict(vars(script)) for script in scripts]
+    yield importlib.import_module
+    for path in FOLDER.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+    for script, names in zip(scripts, before, strict=True):
+        vars(script).update(names)
+
+
+# --------------------------------------------------------------------------------------------------------- augmentation
+
+
+def moved(augment, frames, name, *draws):
+    """All rows moved with these draws of [0, 1)."""
+    draws = torch.tensor([[0.0, *draws]]).repeat(len(frames), 1)
+    return augment(torch.from_numpy(frames), (name,), 0.5, draws).numpy()
+
+
+def test_augmentations_by_hand(variant):
+    """Each against NumPy, or where it must send a dot and a ramp; a row that draws no move stays."""
+    augment = variant("procgen_augment").augment
+    frames = np.random.default_rng(0).integers(0, 256, (2, 6, 64, 64), np.uint8)
+    assert (moved(augment, frames, "flip", 0.4, 0.6, 0) == frames[..., ::-1]).all()
+    assert (moved(augment, frames, "flip", 0.6, 0.4, 0) == frames[..., ::-1, :]).all()
+    shift = moved(augment, frames, "translate", 11.5 / 17, 0.5 / 17, 0)  # 3 to the left, 8 down
+    assert (shift == np.roll(frames, (8, -3), (2, 3))).all()
+    padded = np.pad(frames, [(0, 0), (0, 0), (10, 10), (10, 10)], "reflect")
+    assert (moved(augment, frames, "pad_crop", 0.5 / 21, 14.5 / 21, 0) == padded[..., 14:78, 0:64]).all()
+    ramp = np.zeros((1, 3, 64, 64), np.uint8) + 4 * np.arange(64, dtype=np.uint8)
+    crop = moved(augment, ramp, "crop", 0, 0, 0)[0, 0]  # three quarters of the side, from the left
+    np.testing.assert_allclose(crop, np.tile(3 * np.arange(64), (64, 1)), atol=0.51)
+    dot = np.zeros((1, 3, 64, 64), np.uint8)
+    dot[..., 31:33, 51:53] = 255  # 20 to the right of the centre
+    turned = moved(augment, dot, "rotate", 1, 0, 0)[0, 0].astype(float)
+    y, x = (np.indices((64, 64)) * turned).sum((1, 2)) / turned.sum() - 31.5
+    np.testing.assert_allclose([x, y], 20 * np.array([np.cos(np.pi / 9), -np.sin(np.pi / 9)]), atol=0.2)
+    draws = torch.tensor([[0.4, 0, 0, 0], [0.5, 0, 0, 0]])
+    some = augment(torch.from_numpy(frames), ("flip",), 0.5, draws).numpy()
+    assert (some[0] == frames[0, :, ::-1, ::-1]).all() and (some[1] == frames[1]).all()
+
+
+@pytest.mark.parametrize("name", ["procgen_augment", "impala_augment"])
+def test_augmentation_is_in_updates_only(variant, monkeypatch, name):
+    """Acting sees frames as they are; a row's two frames move alike; `once` moves a row as before, `anew` does not."""
+    module = variant(name)
+    monkeypatch.setattr(module.Agent.__mro__[2], "forward", lambda self, obs: obs)  # the script's own network
+    obs = torch.randint(256, (32, 3, 64, 64), dtype=torch.uint8).repeat(1, 2, 1, 1)
+    for draw in ("once", "anew"):
+        args = module.Args(channels=(4, 4, 4), augment=("translate", "rotate"), augment_chance=0.9, augment_draw=draw)
+        agent = module.Agent((6, 64, 64), 15, args)
+        with torch.no_grad():
+            assert agent(obs) is obs
+        first, second = agent(obs), agent(obs.flip(0)).flip(0)
+        assert torch.equal(first[:, :3], first[:, 3:])
+        assert (first != obs).flatten(1).any(1).sum() > 24
+        assert torch.equal(first, second) == (draw == "once")
