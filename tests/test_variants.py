@@ -1,5 +1,6 @@
 """The variants of the scripts, benchmark/variants/: each as a user runs it, and what is its own."""
 
+import copy
 import importlib
 import json
 import subprocess
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
 FOLDER = ROOT / "benchmark" / "variants"
 TINY = """--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 --eval-episodes 2 --device cpu
@@ -17,8 +18,9 @@ TINY = """--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 
 OWN = {
     "procgen_augment": "--env-id leaper --channels 4 4 4 --augment flip translate crop rotate pad_crop",
     "impala_augment": "--env-id leaper --channels 4 4 4 --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
+    "procgen_rnd": "--env-id leaper --channels 4 4 4",
 }
-RESUMED = ["procgen_augment"]
+RESUMED = ["procgen_rnd"]
 
 
 def run(folder, *words):
@@ -103,3 +105,44 @@ def test_augmentation_is_in_updates_only(variant, monkeypatch, name):
         assert torch.equal(first[:, :3], first[:, 3:])
         assert (first != obs).flatten(1).any(1).sum() > 24
         assert torch.equal(first, second) == (draw == "once")
+
+
+# ------------------------------------------------------------------------------------------------------- RND on Procgen
+
+
+def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
+    """Over the deviation of its sums along time, through ends; then the predictor learns; all of it is resumed."""
+    module = variant("procgen_rnd")
+    games = FakeVecEnv(random_episodes(2, ends=("terminated",)), SAME_STEP, shape=(6, 16, 16))
+    monkeypatch.setattr(module, "plain_envs", lambda *args: games)
+    args = dict(num_envs=2, num_steps=20, channels=(8, 8, 8), minibatch_size=8, gamma=0.9, device="cpu")
+    args = module.Args(**args, rnd_coef=0.5, rnd_clip=0.2)
+    assert module.make_envs(args, 2, "test") is games
+    envs = module.make_envs(args, 2, "training")
+    target, predictor = copy.deepcopy([envs.target, envs.predictor])
+    obs, _ = envs.reset()
+    errors, sums, history = [], np.zeros(2), []
+    for _ in range(20):
+        x = torch.from_numpy(obs)
+        features = target.hidden(target.features((x.float() - 128) / 255))
+        errors.append((predictor(x)[0] - features).square().mean(1).detach().numpy())
+        obs, reward, *_ = envs.step(np.zeros(2, int))
+        sums = 0.9 * sums + errors[-1]
+        history += sums.tolist()
+        count = len(history) + 1e-4  # its prior: 1e-4 rows of variance 1
+        variance = (np.square(history).sum() + 1e-4) / count - (np.sum(history) / count) ** 2
+        bonus = 0.5 * np.minimum(errors[-1] / np.sqrt(variance + 1e-8), 0.2)
+        np.testing.assert_allclose(reward - games.log[-1][0], bonus, rtol=1e-4, atol=1e-6)
+    assert bonus.max() == 0.1 and games.episode.min() > 1  # at most 0.5 x 0.2
+    assert not torch.equal(predictor.policy.weight, envs.predictor.policy.weight)
+    assert torch.equal(target.hidden.weight, envs.target.hidden.weight)
+    with torch.no_grad():
+        assert np.mean([envs.errors(frames).mean() for frames in games.seen[:20]]) < np.mean(errors)
+    written = []
+    monkeypatch.setattr(module.Logger.__mro__[1], "save", lambda self, name, state: written.append(state))
+    object.__new__(module.Logger).save("checkpoint.pt", {})
+    monkeypatch.setattr(module.script, "load_checkpoint", lambda run: written[0])
+    args.seed, args.resume = 2, "run"
+    again = module.make_envs(args, 2, "training from 40")
+    assert torch.equal(again.errors(obs), envs.errors(obs)) and again is not envs
+    assert torch.equal(again.normalizer.sums, envs.normalizer.sums) and again.optimizer.state_dict()["state"]
