@@ -113,7 +113,7 @@ def test_augmentation_is_in_updates_only(variant, monkeypatch, name):
 def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
     """Over the deviation of its sums along time, through ends; then the predictor learns; all of it is resumed."""
     module = variant("procgen_rnd")
-    games = FakeVecEnv(random_episodes(2, ends=("terminated",)), SAME_STEP, shape=(6, 16, 16))
+    games = FakeVecEnv(random_episodes(2, ends=("terminated",)), SAME_STEP, shape=(6, 16, 16), learn=True)
     monkeypatch.setattr(module, "plain_envs", lambda *args: games)
     args = dict(num_envs=2, num_steps=20, channels=(8, 8, 8), minibatch_size=8, gamma=0.9, device="cpu")
     args = module.Args(**args, rnd_coef=0.5, rnd_clip=1)
