@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, SAME_STEP, FakeVecEnv, random_episodes
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
 FOLDER = ROOT / "benchmark" / "variants"
 TINY = """--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 --eval-episodes 2 --device cpu
@@ -19,6 +19,7 @@ OWN = {
     "procgen_augment": "--env-id leaper --channels 4 4 4 --augment flip translate crop rotate pad_crop",
     "impala_augment": "--env-id leaper --channels 4 4 4 --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
     "procgen_rnd": "--env-id leaper --channels 4 4 4",
+    "snd_procgen": "--env-id jumper --snd-features 8 --warmup-steps 3 --update-epochs 1",
 }
 RESUMED = ["procgen_rnd"]
 
@@ -147,3 +148,55 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
     again = module.make_envs(args, 2, "training from 40")
     assert torch.equal(again.errors(obs), envs.errors(obs)) and again is not envs
     assert torch.equal(again.normalizer.sums, envs.normalizer.sums) and again.optimizer.state_dict()["state"]
+
+
+# ------------------------------------------------------------------------------------------------------- SND on Procgen
+
+
+def test_exploration_envs_reset_in_the_next_step(variant):
+    """The row of an end shows the frame before it, the row after it plays a no-op, has no reward and begins a game."""
+    module = variant("snd_procgen")
+    ends = [
+        [([3.0, -2.0, 5.0], "terminated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")],
+        [([1.0] * 9, "terminated")],
+    ]
+    games = FakeVecEnv(ends, SAME_STEP, num_actions=15, shape=(6, 64, 64))
+    envs = module.ExplorationEnvs(games, 0, seed=1)
+    assert envs.metadata["autoreset_mode"] == NEXT_STEP and envs.single_observation_space.shape == (2, 128, 128)
+    obs, _ = envs.reset()
+    seen, rewards, dones = [obs], [], []
+    for _ in range(6):
+        obs, reward, terminated, truncated, _ = envs.step(np.full(2, 9))
+        assert not truncated.any()
+        seen.append(obs)
+        rewards.append(reward[0])
+        dones.append(terminated[0])
+    steps = [tuple(module.unpack(torch.from_numpy(obs))[0, 0, 0, 1:3].tolist()) for obs in seen]
+    assert steps == [(0, 0), (0, 1), (0, 2), (0, 2), (2, 0), (2, 1), (2, 1)]  # game, step; game 1 is its no-op
+    assert rewards == [1, -1, 1, 0, 0, 1] and dones == [False, False, True, False, False, True]
+    assert [actions.tolist() for actions in games.actions] == [[9, 9]] * 3 + [[4, 9], [9, 9], [9, 9]]
+    always = module.ExplorationEnvs(FakeVecEnv(ends, SAME_STEP, num_actions=15, shape=(6, 64, 64)), 1, seed=1)
+    always.reset()
+    for _ in range(60):
+        always.step(np.full(2, 9))
+    assert len(np.unique(always.env.actions)) == 15
+
+
+def test_snd_sees_the_colours_of_the_newest_frame(variant):
+    """Packing loses nothing; policy: two frames, SND: the last one, each with the layers of the paper's code."""
+    module = variant("snd_procgen")
+    frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
+    envs = module.ExplorationEnvs(FakeVecEnv(random_episodes(3), SAME_STEP, shape=(6, 64, 64)), 0, seed=1)
+    packed = torch.from_numpy(envs.pack(frames))
+    assert (module.unpack(packed).numpy() == frames).all()
+    args = module.Args(snd_features=8, snd_preprocess="none")
+    agent, snd = module.Agent((2, 128, 128), 15, args), module.SND(128, args)
+    values = module.script.Agent.__mro__[1].forward(agent, torch.from_numpy(frames))[1]
+    assert torch.equal(agent(packed)[1], values) and agent.trunk[9].in_features == 64 * 8 * 8
+    x = torch.from_numpy(frames[:, 3:]).float() / 255
+    error = (snd.predictor(x) - snd.target(x)).square()
+    np.testing.assert_allclose(snd.errors(packed[:, -1:]).detach(), error.detach(), rtol=1e-5)
+    snd.frames.update(packed[:, -1:])
+    snd.args.snd_preprocess = "mean"
+    mean = frames[:, 3:].mean(0)
+    np.testing.assert_allclose(snd.preprocess(packed[:, -1:]), (frames[:, 3:] - mean) / 255, atol=1e-3)
