@@ -20,6 +20,7 @@ OWN = {
     "impala_augment": "--env-id leaper --channels 4 4 4 --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
     "procgen_rnd": "--env-id leaper --channels 4 4 4",
     "snd_procgen": "--env-id jumper --snd-features 8 --warmup-steps 3 --update-epochs 1",
+    "rnd_michalnand": "--config ppo_rnd_b2 --warmup-steps 3 --update-epochs 1 --max-episode-steps 30",
 }
 RESUMED = ["procgen_rnd"]
 
@@ -200,3 +201,61 @@ def test_snd_sees_the_colours_of_the_newest_frame(variant):
     snd.args.snd_preprocess = "mean"
     mean = frames[:, 3:].mean(0)
     np.testing.assert_allclose(snd.preprocess(packed[:, -1:]), (frames[:, 3:] - mean) / 255, atol=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------- michalnand's RND
+
+
+@pytest.mark.parametrize(
+    "config, weights, width, gain",
+    [
+        ("ppo_rnd_a0", 32 * 4 * 64 + 64 * 32 * 9 + 64 * 64 * 9 + 2304 * 448 + 448**2, 448, 0.1),
+        ("ppo_rnd_b1", 64 * 4 * 64 + 64 * 64 * 9 + 128 * 64 * 9 + 4608 * 800, 800, 2**0.5),
+        ("rnd_1", 32 * 4 * 9 + 64 * 32 * 9 + 64 * 64 * 9 + 128 * 64 * 9 + 4608 * 512, 512, 0.1),
+        ("ppo_rnd_d0", 128 * 4 * 64 + 2 * 4 * 128**2 + 4608 * 512, 512, 0.1),
+    ],
+)
+def test_policies_of_michalnand(variant, config, weights, width, gain):
+    """Weights of the trunk, gain of the critic, the residual critic of A, the attention of D, by hand."""
+    module = variant("rnd_michalnand")
+    agent = module.Agent((4, 48, 48), 18, module.Args(config=config))
+    assert sum(weight.numel() for weight in agent.trunk.parameters() if weight.dim() > 1) == weights
+    critic = agent.hidden_value.weight
+    np.testing.assert_allclose((critic @ critic.T).detach(), gain**2 * np.eye(width), atol=1e-4)
+    obs = torch.randint(256, (2, 4, 48, 48), dtype=torch.uint8)
+    with torch.no_grad():
+        x = agent.trunk(obs / 255)
+        hidden = (x @ critic.T).relu() + (x if config == "ppo_rnd_a0" else 0)
+        np.testing.assert_allclose(agent(obs)[1], hidden @ agent.value.weight.T, atol=1e-5)
+        if config == "ppo_rnd_d0":
+            attention, x = agent.trunk[2], torch.randn(1, 128, 3, 3)
+            query, key, value = [linear.weight @ x.flatten(2)[0] for linear in attention.qkv]  # (128, 9)
+            mixed = [(query[:, i] @ key).softmax(0) @ value.T for i in range(9)]  # of each position, from all
+            mixed = torch.stack(mixed, 1)
+            mixed += (attention.mix.weight[:, :, 0, 0] @ mixed).relu()
+            np.testing.assert_allclose(attention(x)[0], mixed.view(128, 3, 3), atol=1e-4)
+
+
+def test_bonus_of_michalnand(variant):
+    """Half the sum of squared errors of frames less their mean, with b2 over its deviation; rnd_1's weights coupled."""
+    module = variant("rnd_michalnand")
+    frames = torch.randint(256, (8, 1, 32, 32), dtype=torch.uint8)
+    bonuses = {}
+    for config in ("ppo_rnd_b0", "ppo_rnd_b2", "rnd_1"):
+        torch.manual_seed(1)
+        args = module.Args(config=config)
+        rnd = module.RND(32, args)
+        rnd.frames.update(frames)
+        with torch.no_grad():
+            x = (frames - frames.double().mean(0)).float() / 255
+            error = (rnd.predictor(x) - rnd.target(x)).square()
+            bonuses[config] = args.eta * rnd.errors(frames).mean(1)
+        if config == "ppo_rnd_b0":
+            np.testing.assert_allclose(bonuses[config], error.sum(1) / 2, rtol=1e-3)
+        np.testing.assert_allclose(
+            rnd.errors(frames).detach(), error, rtol=1e-2, atol=1e-6
+        )  # its loss has no deviation
+    raw = bonuses["ppo_rnd_b0"]
+    np.testing.assert_allclose(bonuses["ppo_rnd_b2"], raw / raw.std(correction=0), rtol=0.05)
+    last = torch.cat([rnd.target[9].weight, rnd.predictor[9].weight]).detach()  # of rnd_1
+    np.testing.assert_allclose(last @ last.T, 2 * np.eye(1024), atol=1e-3)
