@@ -1,4 +1,4 @@
-"""Play a stored run of any of the five scripts: returns of its splits, greedy play, a film.
+"""Play a stored run of any of the five scripts, or of a variant: returns of its splits, greedy play, a film.
 
     python benchmark/evaluate.py runs/NAME --episodes 1000
     python benchmark/evaluate.py runs/NAME --checkpoint best.pt --greedy --split test --video film.mp4
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+VARIANTS = ROOT / "benchmark" / "variants"
+sys.path[:0] = [str(ROOT), str(VARIANTS)]
 
 
 class Film(gym.vector.VectorWrapper):
@@ -56,9 +57,10 @@ def load(run: Path, checkpoint: str):
         saved["step"], saved["agent"]
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise ValueError(f"{run}: no readable config.json and {checkpoint}, {error!r}") from None
-    if not (ROOT / f"{name}.py").exists():
+    if not (ROOT / f"{name}.py").exists() and not (VARIANTS / f"{name}.py").exists():
         raise ValueError(f"{run}: made by {name}.py, which is not here")
     script = importlib.import_module(name)
+    script = getattr(script, "script", script)  # what a variant has imported and replaced parts of
     unknown = flags.keys() - vars(script.Args()).keys()
     if unknown:
         names = ", ".join(sorted(unknown))
@@ -117,7 +119,7 @@ def main(argv=None) -> int:
             if path and (not path.absolute().parent.is_dir() or path.resolve().parent == options.run.resolve()):
                 raise ValueError(f"{path}: its folder must exist, and must not be the run's own")
         script, args, saved = load(options.run, options.checkpoint)
-        print(f"{options.run}: {script.__name__}.py, {args.env_id}, step {saved['step']:,}", flush=True)
+        print(f"{options.run}: {script.SCRIPT}.py, {args.env_id}, step {saved['step']:,}", flush=True)
         results = evaluate(script, args, saved["agent"], options)
         if options.out:
             options.out.write_text(json.dumps({"step": saved["step"], "splits": results}, indent=1) + "\n")

@@ -1,0 +1,120 @@
+"""michalnand's Random Network Distillation on Atari: four policies, and his settings by name.
+
+    python benchmark/variants/rnd_michalnand.py --env-id MontezumaRevenge --config rnd_1
+
+Source: github.com/michalnand/reinforcement_learning. Its RND has the minibatches, masks, weights
+and returns of its SND: this builds on ppo_atari_snd.py, whose docstring has the departures. The
+bonus is half the sum of 512 squared errors, at most 1. Guesses, where only diagrams are left: B's
+paddings, D's gains of 1, the ReLU of its 1 x 1 convolutions. b2 and b3 update their deviation a
+piece at a time (his: a step). Easy games: --num-envs 32 --minibatch-size 128 --lr 2e-4 --fire-reset
+Not measured here; his last scores on Montezuma's Revenge (128M steps, 3 seeds, one environment):
+policy A 3441, 6021, 6557; rnd_1 6238, 6597, 6694.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import ppo_atari_snd as script
+
+POLICIES = {  # convolutions: width, kernel, stride, padding; widths of the linear layers after them
+    "a": ([(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)], [448, 448]),
+    "b": ([(64, 8, 4, 2), (64, 3, 2, 1), (128, 3, 1, 1)], [800]),
+    "c": ([(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)], [512]),
+    "d": ([(128, 8, 8, 0)], [512]),
+}
+CONFIGS = {  # policy, gain of the critic's hidden layer, is the bonus over its running deviation
+    "rnd_1": ("c", 0.1, False),
+    "ppo_rnd_a0": ("a", 0.1, False),
+    "ppo_rnd_b0": ("b", 0.1, False),
+    "ppo_rnd_b1": ("b", 2**0.5, False),
+    "ppo_rnd_b2": ("b", 0.1, True),
+    "ppo_rnd_b3": ("b", 2**0.5, True),
+    "ppo_rnd_c0": ("c", 0.1, False),
+    "ppo_rnd_c1": ("c", 2**0.5, False),
+    "ppo_rnd_d0": ("d", 0.1, False),
+}
+
+
+@dataclass
+class Args(script.Args):
+    config: Literal[*CONFIGS] = "rnd_1"  # rnd_1 has --snd-net elu4, coupled, whatever that flag is
+    target: Literal["v", "std", "vic", "none"] = "none"  # what the target learns; none: nothing
+    snd_preprocess: Literal["std", "mean", "none"] = "mean"  # (x - mean) / 255
+    snd_net: Literal["elu4", "relu4", "elu"] = "elu"  # target and predictor
+    eta: float = 256  # bonus = eta x the mean of the 512 squared errors, limited to --int-clip
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.qkv = nn.ModuleList(script.layer(nn.Linear(width, width), 1) for _ in range(3))
+        self.mix = script.layer(nn.Conv2d(width, width, 1))
+
+    def forward(self, x):
+        positions = x.flatten(2).mT  # (B, H * W, width)
+        columns = [column(positions) for column in self.qkv]
+        x = F.scaled_dot_product_attention(*columns, scale=1).mT.reshape(x.shape)
+        return x + F.relu(self.mix(x))
+
+
+class Residual(nn.Linear):
+    def forward(self, x):
+        return x + F.relu(super().forward(x))
+
+
+class Agent(script.Agent):
+    def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
+        nn.Module.__init__(self)
+        policy, critic_gain, _ = CONFIGS[args.config]
+        convs, widths = POLICIES[policy]
+        size = obs_shape[0]
+        self.trunk = nn.Sequential()
+        for conv in convs:
+            self.trunk.extend([script.layer(nn.Conv2d(size, *conv)), nn.ReLU()])
+            size = conv[0]
+        if policy == "d":
+            self.trunk.extend([Attention(size), Attention(size)])
+        self.trunk.append(nn.Flatten())
+        size = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
+        for width in widths:
+            self.trunk.extend([script.layer(nn.Linear(size, width)), nn.ReLU()])
+            size = width
+        hidden = Residual if policy == "a" else nn.Linear  # nothing negative for the ReLU after it
+        self.hidden_policy = script.layer(nn.Linear(size, size), 0.01)
+        self.hidden_value = script.layer(hidden(size, size), critic_gain)
+        self.policy = script.layer(nn.Linear(size, num_actions), 0.01)
+        self.value = script.layer(nn.Linear(size, 2), 0.01)
+        self.to(memory_format=torch.channels_last)
+
+
+class RND(script.SND):
+    def __init__(self, size: int, args: Args):
+        coupled = args.config == "rnd_1"  # weights are halves of one orthogonal matrix
+        super().__init__(size, replace(args, snd_net="elu4") if coupled else args)
+        self.bonuses = script.RunningMoments()
+        for one, other in zip(self.target, self.predictor, strict=False):
+            if coupled and hasattr(one, "weight"):
+                both = torch.empty(2 * len(one.weight), *one.weight.shape[1:])
+                one.weight.data, other.weight.data = nn.init.orthogonal_(both, 2**0.5).chunk(2)
+
+    def errors(self, frames):
+        errors = super().errors(frames)
+        if CONFIGS[self.args.config][2] and not torch.is_grad_enabled():  # asked for the bonus
+            self.bonuses.update(errors.mean(1))
+            errors = errors / (self.args.eta * self.bonuses.std()).float()
+        return errors
+
+
+script.SCRIPT = "rnd_michalnand"
+script.__doc__ = __doc__
+script.Args, script.Agent, script.SND = Args, Agent, RND
+
+if __name__ == "__main__":
+    sys.exit(script.main())
