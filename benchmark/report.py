@@ -225,7 +225,7 @@ def shown(theirs: list) -> str:
 def speeds(results: Path = RESULTS) -> list[dict]:
     """Files of results/speed with a script's own measurements: beside CleanRL, other libraries, the script itself."""
     first = ["cleanrl", "sample-factory", "sb3"]
-    found = [json.loads(path.read_text()) | dict(name=path.stem) for path in sorted((results / "speed").glob("*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted((results / "speed").glob("*.json"))]
     found = [one for one in found if "results" in one]  # not those beside another revision
     for one in found:
         command, _, flags = one["command"].partition(" -- ")
@@ -350,31 +350,6 @@ def plots(results: Path = RESULTS):
         pyplot.close(figure)
 
 
-def speed_plot(results: Path = RESULTS):
-    """Ratios to baselines and peers in wall time: the median of the pairs, and their range."""
-    from matplotlib import pyplot
-
-    found = [one for one in speeds(results) if one["beside"] != "script"]
-    if not found:
-        return
-    middles = [statistics.median(one["wall_ratios"]) for one in found]
-    spans = [
-        (middle - min(one["wall_ratios"]), max(one["wall_ratios"]) - middle)
-        for middle, one in zip(middles, found, strict=True)
-    ]
-    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(found) + 1), layout="constrained")
-    axes.barh(
-        [f"{one['name']}: {one['script']} / {one['beside']}" for one in found],
-        middles,
-        xerr=[*zip(*spans, strict=True)],
-    )
-    axes.axvline(1, color="k", linewidth=1)
-    axes.invert_yaxis()
-    axes.set(xlabel="steps a second over the baseline's")
-    figure.savefig(results / "plots" / "speed.png", dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
-
-
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Results</title>
 <style>body{font:15px/1.4 sans-serif;margin:2em;max-width:80em}table{border-collapse:collapse;margin:1em 0}
 td,th{border:1px solid #bbb;padding:.2em .5em;text-align:left}svg{background:#fafafa;margin:.5em}
@@ -448,7 +423,6 @@ def main(argv=None) -> int:
     for path, text in files.items():
         matrix.write_atomically(path, text)
     plots(results)
-    speed_plot(results)
     return 0
 
 

@@ -496,6 +496,7 @@ def main(argv=None) -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)  # rather now than after all measurements
     command = " ".join(["python", "benchmark/speed.py", *argv])
+    command = command.replace(f"--source {options.source} ", "--source CLONE ")  # where it lies says nothing to others
     summary = dict(command=command, git=revision_of(ROOT), hardware=hardware())
     print(f"{command.removeprefix('python benchmark/')}\n{hardware()}", flush=True)
     try:

@@ -376,9 +376,9 @@ for step in range(num_envs, 10**6, num_envs):
     games += [one["episode"] for one in info if "episode" in one] if procgen else [info["lives"]]
     if step % 1000 == 0 and games:
         print("the end of an iteration")
-        lengths = [int(game["l"]) for game in games if procgen]
+        assert not procgen or 0 < sum(int(game["l"]) for game in games) <= step  # each game's own steps
         with open(__file__ + ".json", "w") as file:
-            json.dump([float(max(rewards)), lengths, torch.get_num_threads(), flags], file)
+            json.dump([float(max(rewards)), torch.get_num_threads(), flags], file)
         writer.add_scalar("charts/SPS", 0, step)
 """
 
@@ -395,15 +395,14 @@ def test_speed_beside_cleanrl(tmp_path, monkeypatch, name):
     found = json.loads((tmp_path / "x.json").read_text())
     (ours,), (theirs,) = found["results"]["script"], found["results"]["cleanrl"]
     cpu = ours["seconds_a_step"].pop("cpu")
-    assert found["wall_ratios"] == [ours["sps"] / theirs["sps"]]
+    assert found["wall_ratios"] == [ours["sps"] / theirs["sps"]] and "--source CLONE" in found["command"]
     assert found["cpu_ratios"] == [theirs["seconds_a_step"]["cpu"] / cpu]
     assert 0.5 < sum(ours["seconds_a_step"].values()) * ours["sps"] <= 1.001  # parts of the iteration's wall time
     seen = (tmp_path / "cleanrl" / f"{speed.COUNTERPARTS[name]}.py.json").read_text()
-    most, lengths, threads, flags = json.loads(seen)
+    most, threads, flags = json.loads(seen)
     sizes = {"num-envs": "4", "num-steps": "16", "num-minibatches": "2", "update-epochs": "2"}
     assert flags.items() >= sizes.items() and threads == 1
-    if name == "ppo_procgen":  # the clip comes after the division; a game's length is its own, not all games'
-        assert 0 < most <= 3 and 5 < min(lengths) and max(lengths) < 1000
+    assert 0 < most <= 3 or name != "ppo_procgen"  # the clip comes after the division
 
 
 def test_speed_beside_cleanrl_at_equal_sizes_only():
