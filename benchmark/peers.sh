@@ -4,8 +4,7 @@
 #     bash benchmark/peers.sh FOLDER            # makes FOLDER/sample-factory and FOLDER/sb3
 #     python benchmark/speed.py appo_atari --against sb3 --peer-python FOLDER/sb3/bin/python
 #
-# CleanRL cannot be had this way: the newest version that installs on Python 3.11, 0.4.8, has neither its EnvPool nor its
-# Procgen script; later ones pin Python below 3.11. Its work is the "eager" baseline's: same sizes, same update.
+# CleanRL needs none: `speed.py --against cleanrl` runs the files of a clone with the packages of requirements.txt.
 set -e
 folder=${1:?folder for the virtual environments}
 torch="torch==${TORCH:-2.13.0}"

@@ -1,7 +1,7 @@
 """Tables, plots and a page from the committed results, beside the published numbers.
 
-    python benchmark/report.py            # rewrites benchmark/README.md, results/plots/*.png and results/index.html,
-                                          # and the tables between marks in README.md and benchmark/SPEED.md
+    python benchmark/report.py            # the tables between marks in README.md and benchmark/README.md,
+                                          # results/plots/*.png and results/index.html
     python benchmark/report.py --results FOLDER    # of run.py --results FOLDER: FOLDER/README.md, index.html and plots
     python benchmark/report.py --check    # only say whether the committed tables are what the results generate
 
@@ -17,7 +17,6 @@ import csv
 import html
 import importlib
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -116,8 +115,8 @@ def interquartile_mean(scores):
 
 def steps_of(job) -> int:
     """Agent steps that a command asks for."""
-    default = importlib.import_module(job.script).Args().total_timesteps
-    return int(flag(job.flags, "--total-timesteps", str(default)))
+    asked = flag(job.flags, "--total-timesteps", "")
+    return int(asked or importlib.import_module(job.script).Args().total_timesteps)
 
 
 def curve(path: Path) -> list[tuple[int, float, float]]:
@@ -223,18 +222,17 @@ def shown(theirs: list) -> str:
     return "; ".join(f"{score:.2f}, {what} ({how})" for score, what, how in theirs) or "none at these steps"
 
 
-CLEANRL = "does not run on Python 3.11: 0.4.8, the newest that installs, has none of the scripts; `eager` does its work"
-
-
 def speeds(results: Path = RESULTS) -> list[dict]:
-    """Files of results/speed, each with its name, its flags and those of the script, without where it was written."""
-    found = [json.loads(path.read_text()) | dict(name=path.stem) for path in sorted((results / "speed").glob("*.json"))]
+    """Files of results/speed with a script's own measurements: beside CleanRL, other libraries, the script itself."""
+    first = ["cleanrl", "sample-factory", "sb3"]
+    found = [json.loads(path.read_text()) for path in sorted((results / "speed").glob("*.json"))]
     found = [one for one in found if "results" in one]  # not those beside another revision
     for one in found:
-        one["command"] = re.sub(r" --(json|peer-python|sample-factory) \S+", "", one["command"])
-        one["script"] = one["command"].split()[2]
+        command, _, flags = one["command"].partition(" -- ")
+        one["script"] = command.split()[2]
+        one["work"] = f"{one['script']} {flags}".strip()
         one["beside"] = [*one["results"]][-1]
-    return found
+    return sorted(found, key=lambda one: [*first, one["beside"]].index(one["beside"]))
 
 
 def revision(git: str | None) -> str:
@@ -243,23 +241,26 @@ def revision(git: str | None) -> str:
 
 
 def speed_table(results: Path = RESULTS) -> list[str]:
-    """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time."""
-    head = "| command | steps/s | random actions alone | baseline | ratio, wall time | CPU time | memory | commit |"
-    lines = [head, "|" + "---|" * 8]
+    """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time, where and with what."""
+    head = ["script and flags", "steps/s", "beside, its steps/s", "ratio, wall time", "CPU time"]
+    head += ["random actions alone", "memory", "processor", "commit"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for found in speeds(results):
         ours, name, theirs = found["results"]["script"], found["beside"], [*found["results"].values()][-1]
-        row = [f"`{found['command'].removeprefix('python benchmark/')}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
-        row += [f"{statistics.median(r['env_only_sps'] for r in ours):,.0f}"]
-        memory = f"{max(r['peak_gib'] for r in ours):.2f} GiB"
+        row = [f"`{found['work']}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
         if name != "script":
             wall, cpu = found["wall_ratios"], [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
-            row += [f"{name}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs)]
+            of = f" {revision(found['source'])}" if "source" in found else ""
+            row += [f"{name}{of}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs)]
             row += [f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"]
             row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
         else:
             row += ["-", "-", "-"]
-        lines.append("| " + " | ".join([*row, memory, revision(found["git"])]) + " |")
-    return [*lines, f"| `speed.py appo_atari --against cleanrl` | - | - | {CLEANRL} | - | - | - | - |"]
+        row += [f"{statistics.median(r['env_only_sps'] for r in ours):,.0f}"]
+        row += [f"{max(r['peak_gib'] for r in ours):.2f} GiB"]
+        row += [found["hardware"].partition(" cores")[0] + " cores", revision(found["git"])]
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
 
 
 SHARES = ("learner", "acting")
@@ -296,9 +297,22 @@ def short_table(results: Path = RESULTS) -> list[str]:
     return lines
 
 
+def suite_tables(results: Path = RESULTS) -> list[str]:
+    """A table for each suite that has something to show."""
+    entries, lines = cells(results), []
+    for suite in matrix.SUITES:
+        own = [cell for cell in entries if cell["job"].suite == suite]
+        if own:
+            lines += [f"### {suite}", "", *table(own), ""]
+    return lines
+
+
+TABLES = dict(results=short_table, suites=suite_tables, speed=speed_table, floor=floor_table)
+
+
 def filled(text: str, results: Path = RESULTS) -> str:
     """A text whose tables stand between <!-- NAME --> and <!-- end of NAME -->, with these tables as they are now."""
-    for name, lines in dict(results=short_table, speed=speed_table, floor=floor_table).items():
+    for name, lines in TABLES.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin in text:
             head, _, rest = text.partition(begin)
@@ -306,45 +320,9 @@ def filled(text: str, results: Path = RESULTS) -> str:
     return text
 
 
-INTRODUCTION = """# Results
-
-Generated by `python benchmark/report.py` from `benchmark/results`, not edited by hand. One command reruns a row:
-`python benchmark/run.py --suite SUITE --only SCRIPT/GAME`, as the table names them. Scores are of the final evaluation,
-actions sampled. "+-" is the standard error over seeds, or over games where it says so; the interquartile mean of three
-seeds is their mean, and its interval their range. The last tenth of training counts games, not steps: short ones count
-more often. Steps are floored to whole iterations; of what was not run, they are those asked for.
-"""
-
-LEFT_OUT = """## Left out
-
-APEX and SAC, which the competition entry tried and dropped: in its own log APEX comes to 4.1 to 5 on bigfish, its PPO
-to 28.4, and SAC to 1.9 on coinrun, PPO to 8.9 (one run each); each of them would be a sixth script. RL-RND's DNC
-memory: its code is in another repository, and no score of it was published; `ppo_atari_rnd.py --memory gru` is the
-recurrence of the RND paper.
-"""
-
-
 def report(results: Path = RESULTS) -> str:
-    """The text of benchmark/README.md."""
-    entries, text = cells(results), [INTRODUCTION]
-    for suite in matrix.SUITES:
-        own = [cell for cell in entries if cell["job"].suite == suite]
-        if own:
-            text += [f"## {suite}", "", *table(own), ""]
-    text += [
-        "## Speed",
-        "",
-        *speed_table(results),
-        "",
-        "How near learner and acting come to their layers alone ([SPEED.md](SPEED.md)):",
-        "",
-        *floor_table(results),
-        "",
-        LEFT_OUT,
-        "Interactive: `results/index.html`. Plots: `results/plots`.",
-        "",
-    ]
-    return "\n".join(text)
+    """The text of FOLDER/README.md, of report.py --results FOLDER."""
+    return "\n".join(["# Results", "", *suite_tables(results)])
 
 
 def plots(results: Path = RESULTS):
@@ -370,31 +348,6 @@ def plots(results: Path = RESULTS):
         name = f"{job.suite}_{job.variant.replace(':', '-')}_{job.game}.png"
         figure.savefig(folder / name, dpi=100, metadata={"Software": None})
         pyplot.close(figure)
-
-
-def speed_plot(results: Path = RESULTS):
-    """Ratios to baselines and peers in wall time: the median of the pairs, and their range."""
-    from matplotlib import pyplot
-
-    found = [one for one in speeds(results) if one["beside"] != "script"]
-    if not found:
-        return
-    middles = [statistics.median(one["wall_ratios"]) for one in found]
-    spans = [
-        (middle - min(one["wall_ratios"]), max(one["wall_ratios"]) - middle)
-        for middle, one in zip(middles, found, strict=True)
-    ]
-    figure, axes = pyplot.subplots(figsize=(8, 0.4 * len(found) + 1), layout="constrained")
-    axes.barh(
-        [f"{one['name']}: {one['script']} / {one['beside']}" for one in found],
-        middles,
-        xerr=[*zip(*spans, strict=True)],
-    )
-    axes.axvline(1, color="k", linewidth=1)
-    axes.invert_yaxis()
-    axes.set(xlabel="steps a second over the baseline's")
-    figure.savefig(results / "plots" / "speed.png", dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Results</title>
@@ -457,10 +410,12 @@ def main(argv=None) -> int:
     results = options.results or RESULTS
     if not results.is_dir():
         parser.error(f"--results {results}: no such folder")
-    files = {(results if options.results else ROOT / "benchmark") / "README.md": report(results)}
-    files[results / "index.html"] = page(results)
-    for path in () if options.results else (ROOT / "README.md", ROOT / "benchmark" / "SPEED.md"):
-        files[path] = filled(path.read_text())
+    files = {results / "index.html": page(results)}
+    if options.results:
+        files[results / "README.md"] = report(results)
+    else:
+        for path in (ROOT / "README.md", ROOT / "benchmark" / "README.md"):
+            files[path] = filled(path.read_text())
     if options.check:
         old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         print("\n".join(f"{path}: not what the results generate" for path in old) or "as generated")
@@ -468,7 +423,6 @@ def main(argv=None) -> int:
     for path, text in files.items():
         matrix.write_atomically(path, text)
     plots(results)
-    speed_plot(results)
     return 0
 
 

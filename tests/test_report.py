@@ -197,16 +197,16 @@ def test_marked_tables_are_filled(tmp_path):
 
 
 def test_speed_rows(tmp_path):
-    """A ratio is a median over pairs, with its range; where things were written and a peer's python are not shown."""
+    """A ratio is a median over pairs, with its range; rows beside CleanRL come first; the processor is named."""
     (tmp_path / "speed").mkdir()
     ours = [dict(sps=sps, peak_gib=peak, env_only_sps=5000.0) for sps, peak in ((300.0, 1.0), (330.0, 2.0))]
     theirs = [dict(sps=150.0, peak_gib=float("nan"), env_only_sps=float("nan"))] * 2
-    found = dict(
-        command="python benchmark/speed.py appo_atari --against sb3 --peer-python x/y --json z -- --env-id Pong"
-    )
-    found |= dict(git="0123456789-dirty", results=dict(script=ours, sb3=theirs), wall_ratios=[2.0, 2.2])
-    (tmp_path / "speed" / "a.json").write_text(json.dumps(found | dict(cpu_ratios=[float("nan")] * 2)))
-    row, cleanrl = rows("\n".join(report.speed_table(tmp_path)), "`speed.py")
-    assert row[:4] == ["`speed.py appo_atari --against sb3 -- --env-id Pong`", "300, 330", "5,000", "sb3: 150, 150"]
-    assert row[4:] == ["**2.10** (2.00 to 2.20)", "-", "2.00 GiB", "0123456-dirty"]
-    assert "does not run on Python 3.11" in cleanrl[3] and len(cleanrl) == len(row)
+    shared = dict(git="0123456789-dirty", wall_ratios=[2.0, 2.2], hardware="X (AVX2), 2 cores, no GPU, torch 2")
+    for name, kind, more in (("a", "sb3", {}), ("b", "cleanrl", dict(source="abcdefghij"))):
+        command = f"python benchmark/speed.py appo_atari --against {kind} --json z -- --env-id Pong"
+        found = shared | dict(command=command, results={"script": ours, kind: theirs}, cpu_ratios=[float("nan")] * 2)
+        (tmp_path / "speed" / f"{name}.json").write_text(json.dumps(found | more))
+    cleanrl, row = rows("\n".join(report.speed_table(tmp_path)), "`appo_atari")
+    assert row[:4] == ["`appo_atari --env-id Pong`", "300, 330", "sb3: 150, 150", "**2.10** (2.00 to 2.20)"]
+    assert row[4:] == ["-", "5,000", "2.00 GiB", "X (AVX2), 2 cores", "0123456-dirty"]
+    assert cleanrl[2] == "cleanrl abcdefg: 150, 150"

@@ -1,7 +1,6 @@
 """ppo_atari_snd.py on Procgen's exploration games: one hard level of a game, a reward at its end.
 
     python benchmark/variants/snd_procgen.py --env-id coinrun --snd-preprocess none
-    python benchmark/variants/snd_procgen.py --env-id jumper --target none --snd-net elu  # RND
 
 Source: Pechac et al. 2023, arXiv:2302.11563: 64 x 64 RGB, two frames, one random action in 100,
 signs of rewards, a narrower last convolution; target and predictor see the newest frame. Its games
