@@ -70,7 +70,7 @@ def test_pbt_exploits_and_explores(tmp_path):
     """As typed, by Ray. Hardly learning, trials of two seeds end with equal weights only if one copied the other."""
     command = [sys.executable, ROOT / "benchmark" / "variants" / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
     command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e-8 --".split()
-    subprocess.run([*command, *TINY], check=True, capture_output=True, timeout=600)
+    subprocess.run([*command, *TINY], check=True, capture_output=True, timeout=1800)
     (line,) = (tmp_path / "pbt" / "tune" / "pbt_global.txt").read_text().splitlines()
     worse, better, _, _, before, after = json.loads(line)
     runs = [tmp_path / "pbt" / f"trial_{name.split('_')[0]}" for name in (worse, better)]
