@@ -350,6 +350,48 @@ def plots(results: Path = RESULTS):
         pyplot.close(figure)
 
 
+def picture(results: Path = RESULTS):
+    """The README's: a panel for each game that was trained for 400,000 steps or more, in windows of a fiftieth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    games = {}
+    for cell in cells(results):
+        if cell["done"] and cell["steps"] >= 400_000:
+            games.setdefault(cell["job"].game, []).append(cell)
+    if not games:
+        return
+    columns = min(len(games), 3)
+    rows = -(-len(games) // columns)
+    size = (4.5 * columns, 3.2 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
+        for i, cell in enumerate(group):
+            for values in cell["curves"].values():
+                panel.plot(*smooth(values, cell["steps"] / 50), f"C{i}", linewidth=1)
+            panel.plot([], [], f"C{i}", label=f"{cell['job'].variant}, n = {len(cell['done'])}")
+        for marker, (what, known) in zip("*^", group[0]["checkpoints"], strict=False):
+            panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what.split(' (')[0]}")
+        panel.set(title=game, xlabel="agent steps", ylabel="return of training games")
+        panel.legend(fontsize="x-small")
+    for panel in axes.flat[len(games) :]:
+        panel.remove()
+    figure.savefig(results / "plots" / "curves.png", dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def smooth(values: list, window: float) -> tuple[list, list]:
+    """Rows (step, mean return, games) -> steps and mean returns of the games in each window of steps."""
+    windows = {}
+    for step, score, games in values:
+        windows.setdefault(int(step // window), []).append((step, score, games))
+    steps = [part[-1][0] for part in windows.values()]
+    means = [sum(score * n for _, score, n in part) / sum(n for *_, n in part) for part in windows.values()]
+    return steps, means
+
+
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Results</title>
 <style>body{font:15px/1.4 sans-serif;margin:2em;max-width:80em}table{border-collapse:collapse;margin:1em 0}
 td,th{border:1px solid #bbb;padding:.2em .5em;text-align:left}svg{background:#fafafa;margin:.5em}
@@ -423,6 +465,7 @@ def main(argv=None) -> int:
     for path, text in files.items():
         matrix.write_atomically(path, text)
     plots(results)
+    picture(results)
     return 0
 
 
