@@ -462,7 +462,8 @@ def vicreg(a, b):
     """SND-VIC's loss of features (B, D): VICReg's three terms (eq. 1 to 6), weighted 1, 1, 1/25."""
     loss = F.mse_loss(a, b)
     for z in (a, b):
-        covariance = torch.cov(z.T)
+        z = z - z.mean(0)
+        covariance = z.T @ z / (len(z) - 1)  # torch.cov would wait for the GPU
         variance = covariance.diagonal()
         off_diagonal = covariance.square().sum() - variance.square().sum()
         loss = loss + F.relu(1 - (variance + 1e-4).sqrt()).mean()

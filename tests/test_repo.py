@@ -21,7 +21,7 @@ SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 8
     "ppo_procgen": (778, 36.6),
     "impala_procgen": (862, 41.1),
     "ppo_atari_rnd": (903, 44.3),
-    "ppo_atari_snd": (981, 48.1),
+    "ppo_atari_snd": (982, 48.2),
     "appo_atari": (975, 47.4),
 }
 PLUMBING = "# --- plumbing, the same text in all five files ---\n"
