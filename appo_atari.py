@@ -9,7 +9,8 @@ r"""Asynchronous PPO (APPO) on Atari: the learner of Sample Factory in one file.
 
 Sample Factory: Petrenko et al. 2020, arXiv:2006.11751, in the setting of M. Stammers' model card
 for Asteroids. V-trace: Espeholt et al. 2018, arXiv:1802.01561. Groups of environments are stepped
-by a thread each, with the newest weights, while the learner trains on what is complete.
+by a thread each, with the newest weights, while the learner trains on what is complete (--compile
+and --precision are the learner's only).
 
 Measured with the second command on 2 CPU cores: Pong, `--total-timesteps 500000`, 16.6 +- 2.6
 (standard error over 3 seeds); one seed of 4M steps, stopped at 0.85M: 19.4. Steps a second, with 16
@@ -30,8 +31,8 @@ Departures, effects not measured:
 - a game cut at the time limit bootstraps from its last observation (Sample Factory adds gamma V
   only with `value_bootstrap`, which the card sets to false: the cut is an end);
 - the learning rate falls to 0 (theirs, counting frames against samples, to 0.75 of the first);
-- GAE's values, but the last, are denormalised by the statistics that the actor had (theirs: by the
-  learner's); statistics of frames leave out the extra observation, those of returns masked rows;
+- GAE's values are denormalised by the actor's statistics, only the last one by the learner's
+  (theirs: all); frame statistics leave out the extra observation, return statistics masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
 - advantages' deviation is over n rows with a floor of 1e-4 (theirs n - 1 and 1e-7);
 - V-trace may be used with normalised returns (theirs refuses) and bootstraps from the observation
@@ -347,7 +348,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float):
-    """V-trace (Espeholt et al. 2018, sections 4.1, 4.2, limits 1) -> vs, advantages, both (T, N).
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, limits 1) -> targets v_s, rho x advantage: (T, N).
 
     reward, terminated, done: (T, N); value: (T + 1, N), of the present critic; rho: (T, N),
     pi(a_t|x_t) / mu(a_t|x_t), of the present policy and the one that acted.
@@ -360,7 +361,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next game
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs leads into the next game
     advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], advantage
 
@@ -428,14 +429,14 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
 
 
 class Group:
-    """Environments that step together, and what their next rollout depends on."""
+    """Environments that step together, and what goes on from one rollout of them to the next."""
 
     def __init__(self, envs, seed: int, device: torch.device, head_start: int):
         self.envs = envs
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the games of two groups are not of one age: in no return.
+        # Random steps first, so that the groups' games differ in age; their rewards do not count.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -448,10 +449,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Rollouts are numbered; group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` of
-    them make a dataset. Begun are those of the dataset that the learner waits for and of the next
-    `ahead`: so a new row's weights are at most `ahead` datasets of SGD steps old when its learning
-    begins. With `ahead` = 0 actors wait while the learner trains. `total` rollouts are played.
+    Group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` rollouts make a dataset,
+    `total` are played. While the learner waits for dataset d, rollouts up to the end of dataset
+    d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old when
+    their learning begins. With `ahead` = 0 actors wait while the learner trains.
     """
 
     def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
@@ -501,7 +502,7 @@ def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
         "obs": torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
-        "value": torch.zeros(T, N, device=device),  # as predicted: normalised
+        "value": torch.zeros(T, N, device=device),  # normalised by the actor's statistics
         "value_in_rewards": torch.zeros(T, N, device=device),
         "version": torch.zeros(T, N),  # this and the columns below stay on the CPU, for GAE
         "reward": torch.zeros(T, N),
@@ -645,7 +646,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             advantages = gae(reward, values, terminated, done, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = valid.bool()
-            explained = explained_variance(values[:T][is_valid], targets[is_valid])
+            explained = explained_variance(values[:T][is_valid], targets[is_valid])  # GAE's
             if not args.vtrace:
                 agent.returns.update(targets[is_valid].to(device))
             batch |= {"advantage": advantages, "target": targets, "valid": valid}
@@ -664,8 +665,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     some = slice(m * trajectories, (m + 1) * trajectories)
                     minibatch = {name: column[:, some] for name, column in batch.items()}
                     if args.vtrace:
-                        logits, value = predict(minibatch["obs"])
-                        minibatch |= vtrace_columns(minibatch, logits, value, args.gamma)
+                        logits, value_in_rewards = predict(minibatch["obs"])
+                        minibatch |= vtrace_columns(minibatch, logits, value_in_rewards, args.gamma)
                         vtrace_targets.append(minibatch["target"])
                     minibatch["obs"] = minibatch["obs"][:T]
                     minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
@@ -680,17 +681,18 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                         rows = {name: column[piece] for name, column in minibatch.items()}
                         terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, args.vf_clip)
                         mask = rows["valid"]
-                        means = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
-                        loss = means["policy"] + args.vf_coef * means["value"]
-                        loss -= ent_coef * means["entropy"]
+                        # This piece's shares of the minibatch's means; backward adds gradients up.
+                        shares = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
+                        loss = shares["policy"] + args.vf_coef * shares["value"]
+                        loss -= ent_coef * shares["entropy"]
                         loss.backward()
-                        for name, mean in means.items():
-                            sums[name] += mean.detach()
+                        for name, share in shares.items():
+                            sums[name] += share.detach()
                     for parameter in agent.parameters():
                         parameter.grad = sum_over_ranks(parameter.grad)
                     limit = args.max_grad_norm or np.inf
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
-                    sums["grad_norm"] += grad_norm / WORLD
+                    sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                     optimizer.step()
                     agent.version += 1
                     actors.publish(agent)

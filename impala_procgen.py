@@ -6,11 +6,11 @@
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
 arXiv:1912.01588. Groups of environments are stepped by a thread each, with the newest weights,
-while the learner trains on what is complete.
+while the learner trains on what is complete (--compile and --precision are the learner's only).
 
 Measured on starpilot, all levels, 1M steps, 2 CPU cores, always with `--channels 16 32 32`. Other
 flags at their defaults, made for 8M steps: return 2.8 (one seed), no better than an agent that sees
-nothing (2.5); ppo_procgen.py reaches 12.1. With fragments of 64 rows and replay 6.3 and 5.7 (two
+nothing (2.5); ppo_procgen.py reaches 12.1 (training return). With these flags 6.3 and 5.7 (two
 seeds):
     --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
     --replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005
@@ -80,7 +80,7 @@ class Args:
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows per forward; 0 = 64 on a CPU, all on a GPU. A backward: fragments
+    micro_batch: int = 0  # rows per forward; backward: whole fragments; 0 = 64 on a CPU, else all
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per split at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -94,7 +94,7 @@ class Args:
     num_groups: int = 2  # groups of them, each stepped by a thread of its own
     # optimisation
     num_steps: int = 200  # length of a fragment, the rollout of one environment
-    minibatch_size: int = 1600  # rows per SGD step; also the new rows of an iteration
+    minibatch_size: int = 1600  # rows per SGD step; also a rank's new rows of an iteration
     update_epochs: int = 3  # passes over a batch
     lr: tuple[float, ...] = (0, 1e-4, 1e6, 5e-4, 8e6, 1e-4)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
@@ -252,7 +252,7 @@ class Agent(nn.Module):
 
     def features(self, x):
         for conv, blocks in zip(self.convs, self.blocks, strict=True):
-            # ceil_mode without padding is TensorFlow's SAME pooling, which pads at the end only.
+            # ceil_mode without padding is TensorFlow's SAME pooling of even sizes: it pads the end.
             x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
             x = blocks(x)
         if self.pool == "avg":
@@ -281,7 +281,7 @@ def sample(logits, generator=None):
 
 
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, sections 4.1, 4.2, limits 1) -> vs, advantages, both (T, N).
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, limits 1) -> targets v_s, rho x advantage: (T, N).
 
     reward, done: (T, N), of the step taken in row t; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of
     the present policy and the one that acted; value: (T + 1, N), of the present critic.
@@ -340,14 +340,14 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
 
 
 class Group:
-    """Environments that step together, and what their next rollout depends on."""
+    """Environments that step together, and what goes on from one rollout of them to the next."""
 
     def __init__(self, envs, seed: int, device: torch.device, head_start: int):
         self.envs = envs
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the games of two groups are not of one age: in no return.
+        # Random steps first, so that the groups' games differ in age; their rewards do not count.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -360,10 +360,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Rollouts are numbered; group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` of
-    them make a dataset. Begun are those of the dataset that the learner waits for and of the next
-    `ahead`: so a new row's weights are at most `ahead` datasets of SGD steps old when its learning
-    begins. With `ahead` = 0 actors wait while the learner trains. `total` rollouts are played.
+    Group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` rollouts make a dataset,
+    `total` are played. While the learner waits for dataset d, rollouts up to the end of dataset
+    d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old when
+    their learning begins. With `ahead` = 0 actors wait while the learner trains.
     """
 
     def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
@@ -560,16 +560,17 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 optimizer.zero_grad()
                 for start in range(0, num_fragments, piece_fragments):
                     piece = slice(start, start + piece_fragments)
-                    rows = {name: column[:, piece] for name, column in batch.items()}
-                    logits, value = forward(rows["obs"])
-                    terms, vs = impala_terms(logits[:-1], value, rows, args)
-                    means = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
-                    loss = means["policy"] + args.vf_coef * means["value"]
-                    loss -= ent_coef * means["entropy"]
+                    fragments = {name: column[:, piece] for name, column in batch.items()}
+                    logits, value = forward(fragments["obs"])
+                    terms, vs = impala_terms(logits[:-1], value, fragments, args)
+                    # This piece's shares of the batch's means; backward adds gradients up.
+                    shares = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
+                    loss = shares["policy"] + args.vf_coef * shares["value"]
+                    loss -= ent_coef * shares["entropy"]
                     loss.backward()
                     if is_new:
-                        for name, mean in means.items():
-                            sums[name] += mean.detach()
+                        for name, share in shares.items():
+                            sums[name] += share.detach()
                     if p == 0:
                         values.append(value[:-1].detach())
                         targets.append(vs)
@@ -587,7 +588,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
-            if not np.isfinite(sum(means.values()) + grad_norm.item()):  # the last one is replay's
+            if not np.isfinite(sum(means.values()) + grad_norm.item()):  # the last pass's
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
             next_step = step + batch_size

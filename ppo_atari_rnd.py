@@ -10,9 +10,9 @@ arXiv:1506.02438. Setting: github.com/openai/random-network-distillation.
 
 Measured, by an earlier version, which did not begin new games after the warm-up: Pitfall, 122,880
 steps in 16 environments on 2 CPU cores: -72 +- 16 (standard error over 3 seeds). Montezuma's
-Revenge, 299,008 steps, one seed each: 167 places seen with the bonus and 182 with `--int-coef 0`,
-all in the first room, so no gain at this length. No score at published lengths yet; the paper's
-8,152 on Montezuma's Revenge is the recurrent policy's.
+Revenge, 299,008 steps, one seed each: 167 cells (benchmark/explore.py) seen with the bonus and 182
+with `--int-coef 0`, all in the first room, so no gain at this length. No score at published lengths
+yet; the paper's 8,152 on Montezuma's Revenge is the recurrent policy's.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -249,7 +249,8 @@ class Agent(nn.Module):
 
     Values are those of the game and of the bonus. With --memory gru the B rows are those of one
     environment in order of time, then of the next; memory (n, 256) is the state of each of the n
-    before its first row, and as a result after its last. A row whose `valid` (B,) is 0 resets it.
+    before its first row, and as a result after its last. After a row whose `valid` (B,) is 0, the
+    last of a game, it is 0.
     """
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
@@ -480,7 +481,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     if args.memory == "gru":
         micro_batch = math.ceil(micro_batch / T) * T  # whole environments
-    share = args.predictor_share or min(1, 32 / (N * WORLD))
+    predictor_share = args.predictor_share or min(1, 32 / (N * WORLD))
     in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
     recent = deque(maxlen=100)  # returns of the last games
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
@@ -562,7 +563,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             else:
                 bonus = torch.zeros(T, N)
             rnd.frames.update(frames.flatten(0, 1))
-            with autocast:
+            with autocast:  # what the predictor is to learn, under the new statistics
                 features = torch.cat([rnd.features(piece) for piece in pieces]).view(T, N, -1)
             logger.lap("bonus")
 
@@ -596,7 +597,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     last = first + args.minibatch_size
                     minibatch = {name: column[first:last] for name, column in batch.items()}
                     num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
-                    drawn = torch.rand(args.minibatch_size) < share  # on the CPU: nothing waits
+                    drawn = torch.rand(args.minibatch_size) < predictor_share  # rows, on the CPU
                     num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1).item()
                     optimizer.zero_grad()
                     for start in range(0, args.minibatch_size, micro_batch):
@@ -605,21 +606,23 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         memories = rows["memory"][::T]  # of each environment's first row
                         logits, value, _ = forward(rows["obs"], memories, rows["valid"])
                         terms = ppo_terms(logits, value, rows, args.clip, in_use)
-                        valid = rows["valid"]
-                        means = {name: (x * valid).sum() / num_valid for name, x in terms.items()}
+                        mask = rows["valid"]
+                        # This piece's shares of the minibatch's means; backward adds gradients up.
+                        shares = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
                         learned = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
                         with autocast:
                             errors = rnd.error(rows["frame"][learned], rows["feature"][learned])
-                        means["predictor"] = errors.sum() / num_drawn
-                        loss = means["policy"] + args.vf_coef * means["value"]
-                        loss += means["predictor"] - ent_coef * means["entropy"]
+                        shares["predictor"] = errors.sum() / num_drawn
+                        loss = shares["policy"] + args.vf_coef * shares["value"]
+                        loss += shares["predictor"] - ent_coef * shares["entropy"]
                         loss.backward()
-                        for name, mean in means.items():
-                            sums[name] += mean.detach()
+                        for name, share in shares.items():
+                            sums[name] += share.detach()
                     for parameter in parameters:
                         parameter.grad = sum_over_ranks(parameter.grad)
                     limit = args.max_grad_norm or np.inf
-                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
+                    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+                    sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                     optimizer.step()
 
             # Metrics

@@ -25,7 +25,8 @@ follows.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
-o_{t+1}), so an action is paid by the value of what follows; rows are drawn with replacement.
+o_{t+1}), so it reaches the action that led there through the return only; rows are drawn with
+replacement.
 
 Departures, effects not measured: EnvPool fills a new game's frame stack with its first frame; a
 game's last frame is learned too, from the row whose action is ignored; a rollout's last row
@@ -34,8 +35,8 @@ bootstraps from its last observation (theirs ends); frame statistics are updated
 without the last observation (theirs: every step); rewards are signs (the paper's code: only
 positive ones); consecutive frames are never of two games; a frame drawn twice counts as near; the
 critic's features are rectified (not in the paper's code). SND-STD asks which frame of the batch
-comes next, as the paper's code does (ST-DIM: which one came before). Where the sources are open:
-one size of masked tiles a batch.
+comes next, as the paper's code does (ST-DIM: which one came before). The sources do not say how the
+size of masked tiles is drawn: here, one a batch.
 
 Left out on purpose: a look at the features (benchmark/features.py), films (benchmark/evaluate.py),
 emulator states in checkpoints; in benchmark/variants: the paper's Procgen games, michalnand's older
@@ -125,7 +126,7 @@ class Args:
     pairs: int = 64  # of frames in one step of target v; std, vic: one per row of the minibatch
     snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
-    """after the policy target and predictor learn in those minibatches or in one ordered pass"""
+    """in which target and predictor learn after the policy: its own, or one ordered pass"""
     predictor_share: float = 0  # of its outputs that are in its loss; 0 = min(1, 32 / environments)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
@@ -347,7 +348,7 @@ class SND(nn.Module):
         return (x / self.frames.std().float()).clamp(-1, 1)
 
     def errors(self, frames):
-        """Squared errors of the predictor, (B, D): their mean is the bonus, some are its loss."""
+        """Squared errors of the predictor, (B, D): eta x their mean is the bonus."""
         x = self.preprocess(frames)
         with torch.no_grad():
             features = self.target(x).float()
@@ -476,7 +477,7 @@ def infonce(patches, whole, local, features):
 
     patches: (P, B, K), maps of the frames; whole: (B, K), of the next frames; local: (P, B, K), of
     their patches; features: (B, D), of the frames. 1e-4 x the norm of a patch's (B, B) logits keeps
-    them small, -1e-4 x the deviation of a row's features keeps those apart.
+    them small, -1e-4 x the deviation across a frame's features spreads those.
     """
     P, B, _ = patches.shape
     answers = torch.arange(B, device=patches.device).repeat(P)
@@ -538,7 +539,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if step or RANK:
         torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
-    share = args.predictor_share or min(1, 32 / (N * WORLD))
+    predictor_share = args.predictor_share or min(1, 32 / (N * WORLD))
     in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
     recent = deque(maxlen=100)  # returns of the last games
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
@@ -557,7 +558,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # valid_t). The row after an end is no transition, its action is ignored: it is not valid, which
     # masks policy and value loss. Its frame, a game's last, trains the predictor.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
-    frames = observations[:, :, -1:].flatten(0, 1)  # the newest, as a view; after i comes i + N
+    # The newest frames: a view, which fills with observations. Frame i + N follows frame i.
+    frames = observations[:, :, -1:].flatten(0, 1)
     rollout = {
         "obs": observations[:T],
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
@@ -657,16 +659,18 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     rows = {name: column[piece] for name, column in minibatch.items()}
                     terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, in_use)
                     mask = rows["valid"]
-                    means = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
-                    loss = means["policy"] + args.vf_coef * means["value"]
-                    loss -= ent_coef * means["entropy"]
+                    # This piece's shares of the minibatch's means; backward adds gradients up.
+                    shares = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
+                    loss = shares["policy"] + args.vf_coef * shares["value"]
+                    loss -= ent_coef * shares["entropy"]
                     loss.backward()
-                    for name, mean in means.items():
-                        sums[name] += mean.detach()
+                    for name, share in shares.items():
+                        sums[name] += share.detach()
                 for parameter in agent.parameters():
                     parameter.grad = sum_over_ranks(parameter.grad)
                 limit = args.max_grad_norm or np.inf
-                sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit) / WORLD
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+                sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                 optimizer.step()
             means = {name: sum_over_ranks(x) / len(minibatches) for name, x in sums.items()}
 
@@ -676,7 +680,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             sums = defaultdict(float)
             for index in minibatches:
                 minibatch = frames[index.to(device, non_blocking=True)]
-                drawn = torch.rand(len(index), args.snd_features, device=device) < share
+                drawn = torch.rand(len(index), args.snd_features, device=device) < predictor_share
                 num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1)
                 optimizer.zero_grad()
                 for start in range(0, args.minibatch_size, micro_batch):
@@ -688,7 +692,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         loss = loss / num_drawn
                     loss.backward()
                     sums["predictor"] += loss.detach()
-                if args.target == "v":  # half of the pairs are one frame twice
+                if args.target == "v":  # of one frame twice or of two, with equal chance
                     first, other = torch.randint(T * N, (2, args.pairs), device=device)
                     same = torch.rand(args.pairs, device=device) < 0.5
                     second = torch.where(same, first, other)

@@ -53,7 +53,7 @@ from tqdm import tqdm
 
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
-# step, rate, step, rate, ...
+# step, rate, step, rate, ...: the entry's, tuned by hand
 LR = (0, 1e-4, 5e5, 8e-4, 1e6, 1e-4, 2e6, 5e-4, 3e6, 5e-5, 4e6, 2e-4, 8e6, 3e-5)
 
 
@@ -236,7 +236,7 @@ class Agent(nn.Module):
 
     def features(self, x):
         for conv, blocks in zip(self.convs, self.blocks, strict=True):
-            # ceil_mode without padding is TensorFlow's SAME pooling, which pads at the end only.
+            # ceil_mode without padding is TensorFlow's SAME pooling of even sizes: it pads the end.
             x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
             x = blocks(x)
         if self.pool == "avg":
@@ -478,7 +478,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             for epoch in range(args.update_epochs):
                 if epoch == 0 or args.reshuffle:
                     permutation = torch.randperm(T * N, device=device)
-                    minibatches = permutation.split(args.minibatch_size)
+                    minibatches = permutation.split(args.minibatch_size)  # a shorter last is unused
                 last_epoch_kl = 0.0
                 for m in torch.randperm(num_minibatches).tolist():
                     minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
@@ -489,13 +489,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         piece = slice(start, start + micro_batch)
                         rows = {name: column[piece] for name, column in minibatch.items()}
                         terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, args.vf_clip)
-                        means = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
-                        loss = means["policy"] + args.vf_coef * means["value"]
-                        loss += kl_coef * means["kl"] - ent_coef * means["entropy"]
+                        # This piece's shares of the minibatch's means; backward adds gradients up.
+                        shares = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
+                        loss = shares["policy"] + args.vf_coef * shares["value"]
+                        loss += kl_coef * shares["kl"] - ent_coef * shares["entropy"]
                         loss.backward()
-                        for name, mean in means.items():
-                            sums[name] += mean.detach()
-                        last_epoch_kl += means["kl"].detach()
+                        for name, share in shares.items():
+                            sums[name] += share.detach()
+                        last_epoch_kl += shares["kl"].detach()
                     for parameter in agent.parameters():
                         parameter.grad = sum_over_ranks(parameter.grad) / WORLD
                     limit = args.max_grad_norm or np.inf
