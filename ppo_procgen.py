@@ -714,7 +714,8 @@ class Logger:
         score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
         self.bar.set_postfix_str(f"return {score}")
         if self.bar.disable:
-            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s")
+            left = (self.bar.total - self.step) / sps / 60
+            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s  {left:,.0f} min left")
         if RANK == 0:
             self.write(metrics)
         return metrics

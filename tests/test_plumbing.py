@@ -211,7 +211,7 @@ def test_progress(script, capfd):
     assert script.main(*flags, "--run-name", "a") == 0
     first, *lines, last = capfd.readouterr().out.splitlines()
     assert "runs/a" in first and "128 steps" in first.replace("to 128", "128 steps") and "1 torch" in first
-    assert len(lines) == 2 and lines[1].startswith("step 128  return") and lines[1].endswith("steps/s")
+    assert len(lines) == 2 and lines[1].startswith("step 128  return") and lines[1].endswith("min left")
     assert last.startswith("test: return") and "2 games" in last
     assert script.main(*flags, "--quiet") == 0
     assert len(capfd.readouterr().out.splitlines()) == 1

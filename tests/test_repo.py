@@ -18,11 +18,11 @@ from test_plumbing import KINDS
 
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (779, 36.7),
-    "impala_procgen": (863, 41.2),
-    "ppo_atari_rnd": (906, 44.5),
-    "ppo_atari_snd": (986, 48.5),
-    "appo_atari": (977, 47.7),
+    "ppo_procgen": (780, 36.8),
+    "impala_procgen": (864, 41.3),
+    "ppo_atari_rnd": (907, 44.6),
+    "ppo_atari_snd": (987, 48.5),
+    "appo_atari": (978, 47.7),
 }
 PLUMBING = "# --- plumbing, the same text in all five files ---\n"
 # Functions and classes whose text may differ between scripts that have one of this name, and why.
