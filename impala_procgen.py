@@ -799,7 +799,7 @@ class Logger:
         self.bar.set_postfix_str(f"return {score}")
         if self.bar.disable:
             left = (self.bar.total - self.step) / sps / 60
-            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s  {left:,.0f} min left")
+            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s  {left:.0f} min left")
         if RANK == 0:
             self.write(metrics)
         return metrics
