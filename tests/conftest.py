@@ -185,3 +185,115 @@ class RareDoor(gym.vector.VectorEnv):
         cut = (self.t >= self.limit) & ~ended & ~fresh
         self.over, self.reached = ended | cut, self.reached + int(ended.sum())
         return self.frames(), ended.astype(np.float32), ended, cut, {}
+
+
+class Games(Noisy):
+    """Frames differ much, also those of a stack; a reset begins new games, as every real environment's does."""
+
+    def reset(self, *, seed=None, options=None):
+        for env in np.flatnonzero((self.t > 0) | self.over):
+            self.begin(env)
+        return super().reset()
+
+    def frame(self, env):
+        frame = super().frame(env)
+        if not self.learn:
+            frame[:, 1:] = (50 * env + 37 * self.episode[env] + 11 * self.t[env]) % 256
+        frame[:-1] //= 2
+        return frame
+
+
+def spy_on(monkeypatch, owner, name, note):
+    """Call `note` with the result and the arguments of each call of owner.name."""
+    real = getattr(owner, name)
+
+    def spy(*args, **options):
+        result = real(*args, **options)
+        note(result, *args)
+        return result
+
+    monkeypatch.setattr(owner, name, spy)
+
+
+def larger(monkeypatch, cls, *names):
+    """First weights of these layers times 30, so that it matters which frame an output is of."""
+
+    def note(result, self, *rest):
+        for name in names:
+            getattr(self, name).weight.data *= 30
+
+    spy_on(monkeypatch, cls, "__init__", note)
+
+
+def num_weights(module):
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def assert_initial(module, gains):
+    """Zero biases; orthogonal weights, of the gain of the part they are in."""
+    import torch
+
+    for name, weight in module.named_parameters():
+        if "bias" in name:
+            assert not weight.any(), name
+            continue
+        rows = weight.flatten(1)
+        gram = rows @ rows.T if len(rows) <= rows.shape[1] else rows.T @ rows
+        gain = gains.get(name.split(".")[0], 2**0.5)
+        torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-3, atol=1e-5)
+
+
+def plain_gae(reward, value, ended, cut, gamma, lam):
+    """By the definition, (T, N) in float64: a sum over the rest of each game, or of the rollout."""
+    advantage = np.zeros(reward.shape)
+    for t, n in np.ndindex(*reward.shape):
+        factor = 1.0
+        for k in range(t, len(reward)):
+            following = 0.0 if ended[k, n] else value[k + 1, n]
+            advantage[t, n] += factor * (reward[k, n] + gamma * following - value[k, n])
+            factor *= gamma * lam
+            if ended[k, n] or cut[k, n]:
+                break
+    return advantage
+
+
+def plain_ppo(logits, value, action, advantage, goal, old_logp, clip, in_use):
+    """Means over the rows: losses of the policy and of the value heads, entropy, KL, share of ratios clipped."""
+    ratio = (logits.log_softmax(-1).gather(1, action[:, None])[:, 0] - old_logp).exp()
+    clipped = ratio.clamp(max=1 + clip).where(advantage > 0, ratio.clamp(min=1 - clip))
+    probabilities = logits.softmax(-1)
+    entropy = -(probabilities * probabilities.log()).sum(1).mean()
+    value_loss = ((value - goal).square() * in_use).sum(1).mean() / 2
+    outside = ((ratio - 1).abs() > clip).double().mean()
+    return -(clipped * advantage).mean(), value_loss, entropy, (ratio - 1 - ratio.log()).mean(), outside
+
+
+def assert_metrics(metrics, losses, advantages, goals, valid):
+    """losses: of each SGD step, plain_ppo's and the norm of the gradient; advantages: two (T, N); goals: (T, N, 2)."""
+    names = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")
+    for name, mean in zip(names, np.mean(losses, axis=0), strict=True):
+        assert metrics[name] == pytest.approx(mean, rel=2e-3, abs=1e-7 if "kl" in name else 1e-4), (name, mean)
+    assert 0 < metrics["train/clip_frac"] < 1 and metrics["train/valid_frac"] == pytest.approx(valid.mean())
+    for head, name in enumerate(("train", "int")):
+        explained = 1 - advantages[head][valid].var() / goals[valid][:, head].var()
+        assert metrics[f"{name}/explained_variance"] == pytest.approx(explained, rel=1e-2, abs=1e-3)
+
+
+def assert_learned(start, plain, ours):
+    """Weights from `start`: the error is small beside what was learned."""
+    for name, weight in plain.items():
+        learned = (weight - start[name]).norm().item()
+        assert (weight - ours[name]).norm() <= 0.01 * learned + 1e-6, name
+
+
+def plain_deviation(values):
+    """Of all values and of 1e-4 of an observation with mean 0 and variance 1, from which OpenAI's statistics start."""
+    n = len(values) + 1e-4
+    return np.sqrt((np.sum(np.square(values), axis=0) + 1e-4) / n - (np.sum(values, axis=0) / n) ** 2)
+
+
+def plain_standardised(frames, shown, limit):
+    """Under the statistics of all frames shown, a list of arrays."""
+    everything = np.concatenate(shown)
+    x = frames.double().numpy() - everything.sum(0) / (len(everything) + 1e-4)
+    return frames.new_tensor(np.clip(x / plain_deviation(everything), -limit, limit), dtype=float)
