@@ -159,10 +159,10 @@ def test_environments_of_ones_own_and_switches(script, switch, error):
 @each(ONE)
 def test_best_checkpoint(script):
     """best.pt is the best mean of the last 100 games, the last 100 games."""
-    games = [([paid], "terminated") for paid in 16 * [5.0] + 16 * [7.0] + 16 * [0.0]]
+    games = [([paid], "terminated") for paid in 16 * [9.0] + 16 * [5.0] + 16 * [0.0]]
     script.train(FakeVecEnv([games] * 4, SAME_STEP), total_timesteps=3 * ITERATION)
     best = load(script.folder, "best.pt")
-    assert best["step"] == 2 * ITERATION and best["best"] == pytest.approx((36 * 5 + 64 * 7) / 100)
+    assert best["step"] == 2 * ITERATION and best["best"] == pytest.approx((36 * 9 + 64 * 5) / 100)
 
 
 @each(ONE)
