@@ -1,5 +1,6 @@
 """What all tests share: a fake vector env that can falsify a training loop."""
 
+import csv
 import importlib
 import sys
 from pathlib import Path
@@ -43,12 +44,35 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def compiler(request):
-    """PyTorch's compiler gives a function up, with a warning, after eight compilations in one process: begin anew."""
-    if request.config.getoption("--compile"):
-        import torch
+def one_thread(request):
+    """The fastest for tiny networks, and the same on every machine."""
+    import torch
 
-        torch.compiler.reset()
+    torch.set_num_threads(1)
+    if request.config.getoption("--compile"):
+        torch.compiler.reset()  # PyTorch gives a function up, with a warning, after eight compilations in one process
+
+
+def rows(folder):
+    """The rows of a run's metrics.csv."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def timeless(folder):
+    """What runs of one seed agree on, with evaluations in between or without."""
+    return [{name: x for name, x in row.items() if not name.startswith(("time/", "eval/"))} for row in rows(folder)]
+
+
+def equal(a, b):
+    """Bit-equality of nested states."""
+    if hasattr(a, "equal"):  # a tensor
+        return a.equal(b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
 
 
 class FakeVecEnv(gym.vector.VectorEnv):
@@ -57,7 +81,7 @@ class FakeVecEnv(gym.vector.VectorEnv):
     episodes: for each env a list of (rewards, end), played in turn for ever; end is "terminated", "truncated" or
     "life" (a lost life: `terminated` is set, info["terminated"] is not). A frame shows env, episode and step in its
     first three pixels. With next-step autoreset the step after an end ignores its action, pays `dummy_reward` (a real
-    env: 0) and shows the next episode's first frame; with same-step the end's step shows it, and "final_obs" the last.
+    env: 0) and shows the next episode's first frame; with same-step the end's step shows it.
     learn: pay 1 where the action equals the frame's fourth pixel, else 0, in place of the scripted rewards.
     """
 
@@ -67,10 +91,8 @@ class FakeVecEnv(gym.vector.VectorEnv):
         self.same_step, self.shape, self.num_actions = autoreset == SAME_STEP, shape, num_actions
         self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space = gym.spaces.Discrete(num_actions)
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
         self.episode, self.t = np.zeros(self.num_envs, int), np.zeros(self.num_envs, int)
-        self.over, self.lives = np.zeros(self.num_envs, bool), np.full(self.num_envs, 3)
+        self.over = np.zeros(self.num_envs, bool)
         # Actions received, frames shown, (reward, ended, cut, over before).
         self.actions, self.seen, self.log = [], [], []
 
@@ -97,8 +119,7 @@ class FakeVecEnv(gym.vector.VectorEnv):
         assert (0 <= actions).all() and (actions < self.num_actions).all()
         self.actions.append(actions.copy())
         reward, ended, cut = np.zeros(self.num_envs, np.float32), *np.zeros((2, self.num_envs), bool)
-        game_over, final = np.zeros(self.num_envs, np.int32), np.full(self.num_envs, None, object)
-        before = self.over.copy()
+        game_over, before = np.zeros(self.num_envs, np.int32), self.over.copy()
         for env in range(self.num_envs):
             if self.over[env]:  # next-step autoreset: the dummy row
                 self.begin(env)
@@ -111,14 +132,10 @@ class FakeVecEnv(gym.vector.VectorEnv):
             if self.t[env] == len(rewards):
                 ended[env], cut[env], self.over[env] = end != "truncated", end == "truncated", True
                 game_over[env] = end == "terminated"
-                final[env] = self.frame(env)
                 if self.same_step:
                     self.begin(env)
-        info = dict(reward=reward.copy(), terminated=game_over, lives=self.lives.astype(np.int32))
-        info |= dict(elapsed_step=self.t.astype(np.int32), env_id=np.arange(self.num_envs, dtype=np.int32))
-        if self.same_step:
-            info |= dict(final_obs=final, _final_obs=ended | cut)
-            info |= dict(prev_level_complete=np.int32(ended & (reward > 0)), level_seed=np.int32(self.episode))
+        lives = np.full(self.num_envs, 3, np.int32)
+        info = dict(reward=reward.copy(), terminated=game_over, lives=lives, elapsed_step=self.t.astype(np.int32))
         self.log.append((reward.copy(), ended.copy(), cut.copy(), before))
         return self.frames(), reward, ended, cut, info
 
@@ -135,29 +152,12 @@ def random_episodes(num_envs, seed=0, count=6, ends=("terminated", "truncated"),
     ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny networks are fastest on one thread, and tests must not depend on the core count."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
-class Noisy(FakeVecEnv):
-    """Shows `noise` in the final frame of an episode, which only the dummy row holds."""
-
-    noise = 0
-
-    def frames(self):
-        frames = super().frames()
-        frames[self.over] ^= self.noise
-        return frames
-
-
 class RareDoor(gym.vector.VectorEnv):
-    """A corridor with its door at the far end, next-step autoreset: no reward but behind the door, which random play
-    hardly ever reaches. Half of the actions walk on, half walk back; a game is cut after `limit` steps. `reached`
-    counts the games that got through the door. A frame shows the position as a bright square."""
+    """A corridor, next-step autoreset, with its door at the far end, which random play hardly ever reaches.
+
+    Odd actions walk on, even ones back. The only reward is behind the door; a game is cut after `limit` steps.
+    A frame shows the position as a bright square; `reached` counts the games that got through the door.
+    """
 
     metadata = {"autoreset_mode": NEXT_STEP}
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 T, N = 8, 2  # N environments a rank
-COMMON = dict(num_envs=N, num_steps=T, minibatch_size=N * T, update_epochs=2, total_timesteps=2 * 3 * N * T)
+COMMON = dict(num_envs=N, num_steps=T, minibatch_size=N * T, update_epochs=2, total_timesteps=2 * 2 * N * T)
 COMMON |= dict(eval_episodes=0, quiet=True, device="cpu", torch_threads=1, lr=(1e-3,), max_grad_norm=0.1)
 COMMON |= dict(adam_eps=1e-3)  # so that Adam's first steps do not turn rounding errors into signs
 GROUPS = dict(num_groups=1, sync=True)
@@ -25,15 +25,18 @@ CASES = {
     "ppo_procgen": dict(channels=(4, 4, 4), norm_reward=0.99, norm_adv="minibatch"),
     "impala_procgen": dict(channels=(4, 4, 4), **GROUPS),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=1),
-    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1, target="none", minibatches="permuted"),
+    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1, target="vic", minibatches="permuted"),
     "appo_atari": dict(num_minibatches=1, **GROUPS),
 }
-DRAWN = {  # what ranks draw for themselves; and overlap
+DRAWN = {  # what ranks draw for themselves: actions, rows, pairs, replayed batches; and overlap
+    "ppo_procgen": dict(channels=(4, 4, 4)),
     "impala_procgen": dict(channels=(4, 4, 4), num_groups=2, replay_slots=2, replay_proportion=0.5),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=0.1),
     "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, target="vic"),
     "appo_atari": dict(num_minibatches=2, num_groups=2, vtrace=True),
 }
+TINY = """--env-id leaper --channels 4 4 4 --num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2
+--device cpu --torch-threads 1 --run-name x --checkpoint-every 10000 --total-timesteps""".split()
 
 
 class Part(FakeVecEnv):
@@ -55,64 +58,63 @@ def envs_of(script, first, count):
     return envs
 
 
-def run(script, options, envs, out, greedy=True, resume=""):
-    """Train; the state of each checkpoint of this rank -> out, and the last metrics."""
-    module = importlib.import_module(script)
-    save = module.Logger.save
+def difference(snd, frames, others, far):
+    """A target's loss that is a mean over rows; the true ones compare the rows of a rank with each other."""
+    a, b = (snd.target(snd.preprocess(x)) for x in (frames, others))
+    return (a - b).square().sum() / snd.args.minibatch_size
+
+
+def run(script, options, out, envs=None, **changes):
+    """Train, greedily on given envs, else drawing; this rank's checkpoint, metrics and random streams -> out."""
+    module, names = importlib.import_module(script), []
+    save, seed = module.Logger.save, module.stream_seed
 
     def both(logger, name, state):
         save(logger, name, dict(state))  # fails on rank 1, whose folder does not exist, if it writes
-        torch.save(state, f"{out}.{name}")
+        torch.save(state, f"{out}.pt")
+
+    def make(args, count, stream):
+        module.stream_seed(args.seed, stream)  # as the true one does
+        return RecordEpisodeStatistics(envs_of(script, module.RANK * N, count))
 
     with pytest.MonkeyPatch.context() as patch:
-        if greedy:  # so that who draws does not matter
-            patch.setattr(module, "sample", lambda logits, generator=None: logits.argmax(-1))
         patch.setattr(module.Logger, "save", both)
-        options = COMMON | options | dict(run_dir=str(out.parent), run_name=out.name, resume=resume)
-        if resume:
-            options["total_timesteps"] += 2 * N * T
-        if "num_groups" in options and envs is not None and not isinstance(envs, list):
-            envs = [envs]
-        result = module.train(module.Args(**options), envs)
-        torch.save({name: x for name, x in result.items() if name != "agent"}, f"{out}.metrics")
+        patch.setattr(module, "make_envs", make)
+        patch.setattr(module, "stream_seed", lambda number, name: names.append(name) or seed(number, name))
+        if envs is not None:  # so that who draws does not matter
+            patch.setattr(module, "sample", lambda logits, generator=None: logits.argmax(-1))
+            patch.setattr(getattr(module, "SND", module), "target_loss", difference, raising=False)
+            envs = [envs] if "num_groups" in options else envs
+        options = COMMON | options | dict(run_dir=str(out.parent), run_name=out.name) | changes
+        metrics = module.train(module.Args(**options), envs)
+    del metrics["agent"]
+    torch.save([metrics, names, torch.rand(3)], f"{out}.more")
 
 
 def worker(folder: Path):
     """What each rank does; all cases in one process, whose start takes longer than they do."""
     rank = int(os.environ["RANK"])
     for script, options in CASES.items():
-        run(script, options, envs_of(script, rank * N, N), folder / f"{script}{rank}")
+        run(script, options, folder / f"{script}{rank}", envs_of(script, rank * N, N))
     for script, options in DRAWN.items():
-        groups = options.get("num_groups")
-        parts = [envs_of(script, rank * N + g, 1) for g in range(groups)] if groups else envs_of(script, rank * N, N)
-        run(script, options, parts, folder / f"drawn-{script}{rank}", greedy=False)
+        run(script, options, folder / f"drawn-{script}{rank}")
     for script, options in CASES.items():  # rank 0's run, by both
-        parts = envs_of(script, rank * N, N)
-        run(script, options, parts, folder / f"resumed-{script}{rank}", resume=str(folder / f"{script}0"))
-    for script, options in CASES.items():  # with environments of its own
-        module, streams = importlib.import_module(script), []
-        seed = module.stream_seed
-
-        def make(args, count, stream, script=script, module=module):
-            module.stream_seed(args.seed, stream)  # as the true one does
-            return RecordEpisodeStatistics(envs_of(script, 0, count))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "make_envs", make)
-            patch.setattr(module, "stream_seed", lambda n, name, s=streams, f=seed: s.append(name) or f(n, name))
-            run(script, options | dict(total_timesteps=2 * N * T), None, folder / f"own-{script}{rank}")
-        torch.save([streams, torch.rand(3)], folder / f"seeds-{script}{rank}")
+        changes = dict(resume=str(folder / f"{script}0"), total_timesteps=3 * 2 * N * T)
+        run(script, options, folder / f"resumed-{script}{rank}", envs_of(script, rank * N, N), **changes)
+    assert importlib.import_module("ppo_procgen").main([*TINY, "256", "--run-dir", str(folder)]) == 0
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run([*TORCHRUN, "2", __file__, folder], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*TORCHRUN, __file__, folder], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test: return") == 1  # rank 0 plays
+    assert [row["step"] for row in rows(folder / "x")] == ["128", "256"]
     return folder
 
 
-def load(folder, name, kind="checkpoint.pt"):
+def load(folder, name, kind="pt"):
     return torch.load(f"{folder / name}.{kind}", weights_only=False)
 
 
@@ -129,85 +131,59 @@ def tensors(state, parts=("agent", "rnd", "snd", "normalizer")):
 
 @pytest.mark.parametrize("script", CASES)
 def test_two_ranks_update_like_one_with_both_their_rows(script, two_ranks, tmp_path):
-    """Weights, running statistics and metrics of 2 ranks x N environments and of 1 rank x 2 N, after 3 iterations."""
-    both = CASES[script] | dict(num_envs=2 * N, minibatch_size=2 * N * T)
-    run(script, both, envs_of(script, 0, 2 * N), tmp_path / "one")
+    """Weights, running statistics and metrics of 2 ranks x N environments and of 1 rank x 2 N, after 2 iterations."""
+    run(script, CASES[script], tmp_path / "one", envs_of(script, 0, 2 * N), num_envs=2 * N, minibatch_size=2 * N * T)
     one, two = load(tmp_path, "one"), load(two_ranks, f"{script}0")
     assert one["step"] == two["step"] == COMMON["total_timesteps"] and one.get("kl_coef") == two.get("kl_coef")
     for name, x in tensors(one).items():
         torch.testing.assert_close(tensors(two)[name], x, rtol=2e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
-    ours, theirs = load(two_ranks, f"{script}0", "metrics"), load(tmp_path, "one", "metrics")
-    shared = [name for name in ours if name.split("/")[0] in ("loss", "episode")]
-    shared += [f"train/{name}" for name in ("grad_norm", "kl", "approx_kl", "valid_frac", "lr")]
-    assert {"episode/count", "episode/return", "loss/value"} <= set(shared)
-    for name in {name for name in shared if ours.get(name) is not None}:
+    ours, theirs = load(two_ranks, f"{script}0", "more")[0], load(tmp_path, "one", "more")[0]
+    shared = [f"train/{name}" for name in ("grad_norm", "kl", "approx_kl", "lr")]
+    for name in [name for name in ours if name.startswith("loss/") or name in shared]:
         assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), name
 
 
-OTHERS = [*(f"drawn-{script}" for script in DRAWN), *(f"resumed-{script}" for script in CASES)]
-
-
-@pytest.mark.parametrize("case", [*CASES, *OTHERS])
-def test_ranks_stay_bit_equal(case, two_ranks):
-    """Also where ranks draw rows, pairs and replayed batches for themselves, with overlap, and resumed."""
-    zero, one = (load(two_ranks, f"{case}{rank}") for rank in range(2))
-    assert zero["step"] == one["step"] > 0
-    for name, x in tensors(zero).items():
-        assert torch.equal(x, tensors(one)[name]), name
-    moments = [state["optimizer"]["state"] for state in (zero, one)]
-    assert moments[0].keys() == moments[1].keys()
-    for key, entry in moments[0].items():
-        assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(moments[1][key][k])) for k, x in entry.items())
-
-
 @pytest.mark.parametrize("script", CASES)
-def test_ranks_have_random_streams_of_their_own(script, two_ranks):
-    """Names of all streams: levels, actions of groups; and PyTorch's own. Equal weights all the same."""
-    (names, drawn), (others, other_drawn) = (torch.load(two_ranks / f"seeds-{script}{rank}") for rank in range(2))
-    assert names and others and not set(names) & set(others) and not torch.equal(drawn, other_drawn)
-    zero, one = (tensors(load(two_ranks, f"own-{script}{rank}")) for rank in range(2))
-    assert all(torch.equal(x, one[name]) for name, x in zero.items())
-
-
-TINY = """--env-id leaper --channels 4 4 4 --num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2
---device cpu --torch-threads 1 --run-name x --checkpoint-every 10000 --total-timesteps 100000000""".split()
+def test_ranks_stay_bit_equal(script, two_ranks):
+    """Also where ranks draw for themselves, each from random streams of its own; and resumed."""
+    for case in (script, f"drawn-{script}", f"resumed-{script}"):
+        zero, one = (load(two_ranks, f"{case}{rank}") for rank in range(2))
+        assert zero["step"] == one["step"] > 0
+        assert equal(tensors(zero), tensors(one)) and equal(zero["optimizer"], one["optimizer"]), case
+    (_, names, drawn), (_, others, other_drawn) = (
+        load(two_ranks, f"drawn-{script}{rank}", "more") for rank in range(2)
+    )
+    assert names and others and not set(names) & set(others)
+    assert "num_groups" in DRAWN[script] or not torch.equal(drawn, other_drawn)  # groups have generators of their own
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("ctrl-c", marks=pytest.mark.slow)])
 def test_a_lost_rank_ends_the_run_and_it_is_resumed(how, tmp_path):
-    """kill -9 of rank 1, or Ctrl-C: a checkpoint; one rank goes on with it, then two."""
-    command = [*TORCHRUN, "2", ROOT / "ppo_procgen.py", *TINY]
-    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    """kill -9 of rank 1, or Ctrl-C: a checkpoint, with which one rank goes on."""
+    command = [*TORCHRUN, ROOT / "ppo_procgen.py", *TINY, "100000000"]
     reset = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  background shells ignore it
-    process = subprocess.Popen(command, cwd=tmp_path, **streams, preexec_fn=reset)
-    table, end = tmp_path / "runs" / "x" / "metrics.csv", time.monotonic() + 120
-    while not (table.exists() and len(table.read_text().splitlines()) > 3):
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, preexec_fn=reset, **pipes)
+    folder, end = tmp_path / "runs" / "x", time.monotonic() + 120
+    while not ((folder / "metrics.csv").exists() and len(rows(folder)) > 2):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.1)
-    os.kill(rank_of(process)[1], signal.SIGKILL) if how == "killed" else process.send_signal(signal.SIGINT)
+    os.kill(pid_of_rank_1(process), signal.SIGKILL) if how == "killed" else process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0 and "stopped, saved at step" in errors, errors
-    step = torch.load(tmp_path / "runs" / "x" / "checkpoint.pt")["step"]  # written on the way out: there was none
-    assert step >= 2 * 128 and step % 128 == 0
-    flags = "--resume runs/x --checkpoint-every 0 --total-timesteps".split()
-    commands = [[sys.executable, ROOT / "ppo_procgen.py", *flags, str(step + 64)]]
-    commands += [[*TORCHRUN, "2", ROOT / "ppo_procgen.py", *flags, str(step + 64 + 128)]]
-    for command in commands:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-    rows = [line.split(",")[0] for line in table.read_text().splitlines()]
-    assert rows[-2:] == [str(step + 64), str(step + 192)]
-    assert done.stdout.count("test: return") == 1  # rank 0 plays
+    saved = torch.load(folder / "checkpoint.pt")  # written on the way out: there was none
+    assert saved["step"] >= 2 * 128 and saved["step"] % 128 == 0
+    script, changes = importlib.import_module("ppo_procgen"), dict(resume=str(folder), eval_episodes=0)
+    changes |= dict(total_timesteps=saved["step"] + 64)
+    assert script.train(script.Args(**(saved["args"] | changes)))["step"] == saved["step"] + 64
+    assert [int(row["step"]) for row in rows(folder)] == [*range(128, saved["step"] + 1, 128), saved["step"] + 64]
 
 
-def rank_of(process):
-    """pid of each rank: children of torchrun."""
+def pid_of_rank_1(process):
+    """Of torchrun's children."""
     pids = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    found = {}
-    for pid in pids.split():
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        found |= {int(word[5:]): int(pid) for word in words if word.startswith(b"RANK=")}
-    return found
+    (found,) = [pid for pid in pids.split() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    return int(found)
 
 
 if __name__ == "__main__":
