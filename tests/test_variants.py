@@ -276,13 +276,13 @@ def weights(run):
 def test_pbt_trial_goes_on_with_the_copy_of_a_better_one(variant, tmp_path):
     """The whole run is copied; then its own seed, number of steps and present numbers count, not the other's."""
     pbt, trials = variant("pbt"), []
-    args = variant("ppo_procgen").Args(env_id="leaper", num_envs=4, num_steps=32, minibatch_size=64, channels=(4, 4, 4))
-    args.run_dir, args.eval_episodes, args.quiet = str(tmp_path), 0, True
+    args = variant("ppo_procgen").Args(env_id="leaper", num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4))
+    args.run_dir, args.update_epochs, args.eval_episodes, args.quiet = str(tmp_path), 1, 0, True
     for number in range(2):
         trial = object.__new__(type("Alone", (pbt.Trial,), {"trial_id": f"x_0000{number}", "iteration": 0}))
-        trial.setup({}, pbt.Options("ppo_procgen", str(tmp_path), slice_steps=300), args)
+        trial.setup({}, pbt.Options("ppo_procgen", str(tmp_path), slice_steps=150), args)
         trial.config = {"lr": 1e-3 * (number + 1), "ent_coef": 0.01}
-        assert trial.step()["step"] == 256  # whole iterations
+        assert trial.step()["step"] == 128  # whole iterations
         trials.append(trial)
     better, worse = trials
     assert not torch.equal(weights(better.run), weights(worse.run))
@@ -292,7 +292,7 @@ def test_pbt_trial_goes_on_with_the_copy_of_a_better_one(variant, tmp_path):
     for trial in trials:
         trial.config = {"lr": 8e-4, "ent_coef": 0.02}
         type(trial).iteration = 1
-        assert trial.step()["step"] == 512
+        assert trial.step()["step"] == 256
     ours, theirs = [untimed(trial.run) for trial in trials]
     assert ours[:2] == theirs[:2] and ours[2] != theirs[2]  # the same past, other games since
     assert [float(row["train/lr"]) for row in theirs] == [1e-3, 1e-3, 8e-4, 8e-4]
