@@ -365,9 +365,9 @@ def test_speed_beside_cleanrl_at_equal_sizes_only():
     script = speed.load("appo_atari")
     args = script.Args(num_envs=8, minibatch_size=256, num_minibatches=4)
     assert "--env-id=Breakout-v5" in speed.cleanrl_flags(script, args)
-    for change in (dict(num_minibatches=8), dict(minibatch_size=384)):
-        with pytest.raises(script.UsageError, match="CleanRL"):
-            speed.cleanrl_flags(script, dataclasses.replace(args, **change))
+    for name, value in (("num_minibatches", 8), ("minibatch_size", 384)):
+        with pytest.raises(script.UsageError, match=f"{name.replace('_', '-')} {value}: CleanRL"):
+            speed.cleanrl_flags(script, dataclasses.replace(args, **{name: value}))
 
 
 def test_speed_names_the_instruction_set(monkeypatch):
