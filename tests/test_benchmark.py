@@ -1,13 +1,10 @@
-"""The tools under benchmark/."""
+"""The tools under benchmark/: evaluate.py, live.py, features.py, floor.py, speed.py."""
 
 import dataclasses
 import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -23,22 +20,13 @@ import floor  # noqa: E402
 import live  # noqa: E402
 import speed  # noqa: E402
 
-TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --torch-threads 1 --env-threads 1 --quiet"
-OWN = {  # tiny work of each script
-    "ppo_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 2",
-    "ppo_atari_rnd": "--env-id MontezumaRevenge --warmup-steps 4 --rnd-features 8 --predictor-share 1 "
-    "--update-epochs 2",
-    "ppo_atari_snd": "--env-id MontezumaRevenge --warmup-steps 4 --snd-features 8 --predictor-share 1 "
-    "--update-epochs 1",
-    "impala_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 2 --sync",
-    "appo_atari": "--env-id Breakout --num-minibatches 2 --update-epochs 2 --sync",
-}
-MORE = {  # for a run that is played: short games, training levels, a memory
-    "ppo_procgen": "--num-levels 3",
-    "ppo_atari_rnd": "--max-episode-steps 50 --memory gru",
-    "ppo_atari_snd": "--max-episode-steps 50",
-    "impala_procgen": "",
-    "appo_atari": "--max-episode-steps 50",
+TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --torch-threads 1 --env-threads 1"
+MONTEZUMA = "--env-id MontezumaRevenge --warmup-steps 4 --update-epochs 1 --max-episode-steps 50"
+PLAYED = {  # two splits, one, a memory, a target network
+    "ppo_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 1 --num-levels 3",
+    "impala_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 1 --sync",
+    "ppo_atari_rnd": f"{MONTEZUMA} --rnd-features 8 --memory gru",
+    "ppo_atari_snd": f"{MONTEZUMA} --snd-features 8",
 }
 
 
@@ -49,14 +37,14 @@ def trained(tmp_path_factory):
 
     def folder(name):
         if not (runs / name).exists():
-            words = f"{OWN[name]} {TINY} {MORE[name]} --total-timesteps 64 --eval-episodes 3 --run-dir {runs}".split()
+            words = f"{PLAYED[name]} {TINY} --quiet --total-timesteps 64 --eval-episodes 3 --run-dir {runs}".split()
             assert importlib.import_module(name).main([*words, "--run-name", name]) == 0
         return runs / name
 
     return folder
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", PLAYED)
 def test_evaluate_plays_the_games_of_the_run(tmp_path, trained, name, capsys):
     """The same agent, games and random numbers as in the script's own evaluation, whose file stays as it is."""
     folder = trained(name)
@@ -92,56 +80,51 @@ def test_film_is_the_first_game():
     film.reset()
     for _ in range(8):
         film.step(np.zeros(2, int))
-    expected = [seen[0, -3:].transpose(1, 2, 0) for seen in envs.seen[:4]]
-    assert np.array_equal(film.frames, expected)
+    assert np.array_equal(film.frames, [seen[0, -3:].transpose(1, 2, 0) for seen in envs.seen[:4]])
 
 
 def test_evaluate_bad_input(tmp_path, trained, capsys):
     """One line, exit code 2, and it names what is wrong; a run without the newest flags is played."""
     run = trained("ppo_procgen")
     config = json.loads((run / "config.json").read_text())
+    flags = config["args"]
 
-    def other(name, **change):
-        """A copy of the run with another config.json."""
+    def other(name, size=None, **change):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "checkpoint.pt").symlink_to(run / "checkpoint.pt")
+        (folder / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes()[:size])
         (folder / "config.json").write_text(json.dumps(config | change))
         return str(folder)
 
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "config.json").write_text(json.dumps(config))
-    (damaged / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes()[:1000])
-    flags = config["args"]
     for words, part in {
-        (str(tmp_path / "none"),): "no readable config.json",
-        (str(damaged),): "no readable config.json and checkpoint.pt",
-        (str(run), "--checkpoint", "best.pt"): "best.pt",
-        (str(run), "--split", "game"): "--split game: this run has train, test",
-        (str(run), "--episodes", "0"): "--episodes 0",
-        (str(run), "--out", str(run / "eval.json")): "must not be the run's own",
-        (other("newer", args=flags | {"warp": 9}),): "flags that are gone: warp",
-        (other("foreign", script="os"),): "made by os.py",
-        (other("own", args=flags | {"env_id": "Corridor"}),): "Corridor, an environment of its own",
-        (other("wide", args=flags | {"channels": [8, 8, 8]}),): "size mismatch",
+        f"{tmp_path}/none": "no readable config.json",
+        other("damaged", 1000): "no readable config.json and checkpoint.pt",
+        f"{run} --checkpoint best.pt": "best.pt",
+        f"{run} --split game": "--split game: this run has train, test",
+        f"{run} --episodes 0": "--episodes 0",
+        f"{run} --out {run}/eval.json": "must not be the run's own",
+        other("newer", args=flags | {"warp": 9}): "flags that are gone: warp",
+        other("foreign", script="os"): "made by os.py",
+        other("own", args=flags | {"env_id": "Corridor"}): "Corridor, an environment of its own",
+        other("wide", args=flags | {"channels": [8, 8, 8]}): "size mismatch",
     }.items():
-        assert evaluate.main([*words]) == 2
+        assert evaluate.main(words.split()) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert part in line and len(line) < 400
     older = other("older", args={name: value for name, value in flags.items() if name != "reshuffle"})
     assert evaluate.main([older, "--episodes", "1", "--split", "test"]) == 0
 
 
-def table(path, values):
+def table(path, *values):
     path.mkdir(exist_ok=True)
     rows = "".join(f"{64 * i},{i},{'' if value is None else value}\n" for i, value in enumerate(values, 1))
     (path / "metrics.csv").write_text("step,iteration,episode/return\n" + rows)
+    return [str(path), "--once"]
 
 
 def test_live_smooths_what_has_a_value(tmp_path):
     """Means and deviations over the last values; empty cells and a half-written row do not count."""
-    table(tmp_path / "run", [1.0, None, 3.0, 5.0])
+    table(tmp_path / "run", 1.0, None, 3.0, 5.0)
     with open(tmp_path / "run" / "metrics.csv", "a") as file:
         file.write("320,5")
     steps, values = live.read(tmp_path / "run" / "metrics.csv", "episode/return")
@@ -154,8 +137,7 @@ def test_live_draws(tmp_path, capsys, monkeypatch):
     """The mean rises from the lower left to the upper right; each column holds its mean once, within its spread."""
     monkeypatch.setenv("COLUMNS", "72")
     monkeypatch.setenv("LINES", "24")
-    table(tmp_path / "run", np.arange(100.0).tolist())
-    assert live.main([str(tmp_path / "run"), "--once", "--average", "5"]) == 0
+    assert live.main([*table(tmp_path / "run", *range(100)), "--average", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     canvas = np.array([list(line[11:].ljust(60)) for line in lines[1:-1]])
     heights = [np.flatnonzero(column == "#") for column in canvas.T if (column == "#").any()]
@@ -166,58 +148,54 @@ def test_live_draws(tmp_path, capsys, monkeypatch):
 
 
 def test_live_png_and_bad_input(tmp_path, capsys):
-    table(tmp_path / "run", [1.0, 2.0])
-    assert live.main([str(tmp_path / "run"), "--once", "--png", str(tmp_path / "x.png")]) == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert live.main([str(tmp_path / "nothing"), "--once"]) == 2 and "metrics.csv" in capsys.readouterr().err
+    words, picture = table(tmp_path / "run", 1.0, 2.0), tmp_path / "x.png"
+    assert live.main([*words, "--png", str(picture)]) == 0 and picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="episode/return"):
-        live.main([str(tmp_path / "run"), "--once", "--metric", "score"])
-    table(tmp_path / "run", [None])
-    assert live.main([str(tmp_path / "run"), "--once"]) == 0 and "no value yet" in capsys.readouterr().out
+        live.main([*words, "--metric", "score"])
+    assert live.main(["nothing"]) == 2 and "metrics.csv" in capsys.readouterr().err
+    assert live.main(table(tmp_path / "run", None)) == 0 and "no value yet" in capsys.readouterr().out
 
 
-def test_live_follows_a_growing_file(tmp_path):
+def test_live_follows_a_growing_file(tmp_path, capsys, monkeypatch):
     """It redraws what a run has added since, and Ctrl-C ends it with 130."""
-    table(tmp_path / "run", [1.0])
-    command = [sys.executable, ROOT / "benchmark" / "live.py", tmp_path / "run", "--every", "0.1"]
-    default = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a background job ignores it
-    options = dict(stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=default)
-    process = subprocess.Popen(command, **options)
-    timer = threading.Timer(120, process.kill)  # rather than wait for ever
-    timer.start()
-    for line in process.stdout:
-        if "now 1 " in line:
-            table(tmp_path / "run", [1.0, 7.0])
-        if "now 4 " in line:
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait() == 130
-    timer.cancel()
+    waited = []
+
+    def sleep(seconds):
+        if waited:
+            raise KeyboardInterrupt
+        waited.append(seconds)
+        table(tmp_path, 1.0, 7.0)
+
+    table(tmp_path, 1.0)
+    monkeypatch.setattr(live.time, "sleep", sleep)
+    assert live.main([str(tmp_path), "--every", "0.1"]) == 130 and waited == [0.1]
+    assert [line.split()[-3] for line in capsys.readouterr().out.splitlines() if "now" in line] == ["1", "4"]
 
 
 @pytest.mark.parametrize("name", ["ppo_atari_rnd", "ppo_atari_snd"])
 def test_features_of_a_run(tmp_path, trained, monkeypatch, capsys, name):
     """A picture of a real run's target features, those of its checkpoint."""
-    seen = []
+    run, picture, seen = trained(name), tmp_path / "x.png", []
     real = features.project
     monkeypatch.setattr(features, "project", lambda x: seen.append(x) or real(x))
-    assert features.main([str(trained(name)), "--png", str(tmp_path / "x.png"), "--steps", "5", "--envs", "3"]) == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and seen[0].shape == (15, 8)
+    assert features.main([str(run), "--png", str(picture), "--steps", "5", "--envs", "3"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and seen[0].shape == (15, 8)
     assert "15 frames, 1 rooms" in capsys.readouterr().out
     assert features.main([str(tmp_path / "none"), "--png", "y.png"]) == 2
+    saved = torch.load(run / "checkpoint.pt", weights_only=True)
+    for part, module in zip(("agent", name[-3:]), features.load(run)[2:], strict=True):
+        assert all(torch.equal(x, saved[part][key]) for key, x in module.state_dict().items())
 
 
 def test_projection():
-    """Points in a plane keep their distances; the share of the variance is theirs."""
+    """The two principal components, uncorrelated, with the variances of NumPy's eigenvalues."""
     torch.manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(6, 6))[0]
-    plane = (torch.randn(50, 2) @ torch.diag(torch.tensor([5.0, 2.0])) @ basis[:2]).double()
-    points, share = features.project(plane + 3)
-    np.testing.assert_allclose(torch.cdist(*[torch.from_numpy(points)] * 2), torch.cdist(plane, plane), atol=1e-3)
-    assert share == pytest.approx(1, abs=1e-5)
-    third = plane + torch.randn(50, 1) @ basis[2:3]
-    variances = np.linalg.eigvalsh(np.cov(third.numpy().T))[::-1]
-    assert features.project(third)[1] == pytest.approx(variances[:2].sum() / variances.sum(), rel=1e-4)
+    x = torch.randn(50, 6) @ torch.randn(6, 6) + 3
+    points, share = features.project(x)
+    variances = np.linalg.eigvalsh(np.cov(x.numpy().T))[::-1]
+    np.testing.assert_allclose(np.cov(points.T), np.diag(variances[:2]), atol=1e-4)
+    np.testing.assert_allclose(points.mean(0), 0, atol=1e-5)
+    assert share == pytest.approx(variances[:2].sum() / variances.sum(), rel=1e-4)
 
 
 def test_floor_counts_every_layer():
@@ -228,7 +206,6 @@ def test_floor_counts_every_layer():
     found = floor.layers_of(network, torch.zeros(2, 4, 84, 84), lambda net, x: net(x))
     assert [tuple(shape) for _, shape, _ in found] == [(4, 84, 84), (12800,)]
     assert [floor.flops(*layer) for layer in found] == [2 * 4 * 8 * 8 * 32 * 20 * 20, 2 * 12800 * 7]
-    assert 0 < floor.alone(found, 4, False) < floor.alone(found, 4, True) * 2
 
 
 def test_floor_command(tmp_path, monkeypatch, capsys):
@@ -242,87 +219,52 @@ def test_floor_command(tmp_path, monkeypatch, capsys):
     assert 0 < result["learner_share"] < 1.5 and 0 < result["acting_share"] < 1.5
     parts = result["update_shares"]  # pooling and activations are there too, but most of it are layers
     assert sum(parts.values()) == pytest.approx(1) and 0 < parts["pooling"] < parts["convolutions and products"] < 0.95
-    convolutions = 2 * 9 * 64 * 64 * 6 * 8 + 2 * 9 * 8 * 8 * (4 * 32**2 + 32**2 + 4 * 16**2 + 16**2 + 4 * 8**2)
     first, heads = 2 * 9 * 64 * 64 * 6 * 8, 2 * (8 * 256 + 256 * 15 + 256)
+    convolutions = first + 2 * 9 * 8 * 8 * (4 * 32**2 + 32**2 + 4 * 16**2 + 16**2 + 4 * 8**2)
     expected = 3 * (3 * (convolutions + heads) - first)
     assert result["update_gflop_per_row"] == pytest.approx(expected / 1e9)
 
 
-def refused(tool, command, capsys):
-    """(exit status, last line of stderr) of a command that ends before its work begins."""
-    with pytest.raises(SystemExit) as stop:
-        tool.main(command.split())
-    return stop.value.code, capsys.readouterr().err.splitlines()[-1]
-
-
-def test_floor_bad_input(capsys):
-    """One clear line, before anything is measured."""
-    for command, parts in {
-        "ppo_x": ["ppo_x", "ppo_procgen"],
-        "ppo_procgen --rounds 0": ["--rounds 0", "at least 1"],
-        "appo_atari -- --sync": ["appo_atari", "--num-groups 1"],
-        "ppo_procgen -- --minibatch-size 1": ["--minibatch-size 1", "must be from 2"],
-        "ppo_procgen -- --device cuda": ["--device cuda", "CPU"],
-        "ppo_atari_rnd -- --memory gru": ["--memory gru", "not counted"],
-        "impala_procgen -- --sync --num-groups 1 --replay-slots 4": ["--replay-slots 4", "not counted"],
-    }.items():
-        code, last = refused(floor, command, capsys)
-        assert code == 2 and all(part in last for part in parts), last
-
-
-def test_floor_kinds_of_operations():
-    """Forward and backward, each operation is booked where it belongs, once."""
+def test_floor_kinds_of_operations(monkeypatch):
+    """Forward and backward, each operation is booked where it belongs, once; a pause is nobody's."""
     x, weight = torch.rand(2, 4, 8, 8, requires_grad=True), torch.nn.Parameter(torch.rand(4, 4, 3, 3))
-    cases = {
-        "convolutions and products": (
-            lambda: torch.nn.functional.conv2d(x, weight),
-            lambda: weight[0, 0] @ weight[1, 0],
-        ),
-        "pooling": (lambda: torch.nn.functional.max_pool2d(x, 3, 2), lambda: torch.nn.functional.avg_pool2d(x, 2)),
-        "activations": (lambda: x.relu(), lambda: torch.nn.functional.elu(x)),
-    }
-    for kind, works in cases.items():
-        for work in works:
-            with floor.Operations() as forward:
-                y = work()
-                forward.lap("learn")
-            with floor.Operations() as backward:
-                y.backward(torch.ones_like(y))
-                backward.lap("learn")
-            for spent in (forward.spent, backward.spent):
-                rest = {name for name, time in spent.items() if time} - {kind, "other operations"}
-                assert spent[kind] > 0 and not rest
-            shares = forward.shares()
-            assert sum(shares.values()) == pytest.approx(1) and shares[kind] > 0
-    optimizer = torch.optim.Adam([weight], fused=True)
+    functions = torch.nn.functional
+    for kind, work in (
+        ("convolutions and products", lambda: functions.conv2d(x, weight)),
+        ("convolutions and products", lambda: weight[0, 0] @ weight[1, 0]),
+        ("pooling", lambda: functions.max_pool2d(x, 3, 2)),
+        ("activations", lambda: x.relu()),
+        ("activations", lambda: functions.elu(x)),
+    ):
+        with floor.Operations() as forward:
+            y = work()
+            forward.lap("learn")
+        with floor.Operations() as backward:
+            y.backward(torch.ones_like(y))
+            backward.lap("learn")
+        for spent in (forward.spent, backward.spent):
+            assert {name for name, time in spent.items() if time} - {"other operations"} == {kind}
     with floor.Operations() as update:
         weight @ weight
         update.lap("policy")  # of acting: forgotten
         torch.nn.utils.clip_grad_norm_([weight], 0.1)
-        optimizer.step()
+        torch.optim.Adam([weight], fused=True).step()
         update.lap("learn")
     assert update.spent["Adam and norm"] > 0 and not update.spent["convolutions and products"]
-
-
-def test_floor_pause_is_not_timed(monkeypatch):
-    """The work's own time, whatever sleeps before it."""
     monkeypatch.setattr(floor, "LEAST", 0.1)
     assert floor.seconds(lambda: None, pause=0.02) < 0.005
 
 
 OLD_AND_NEW = """
-import argparse, pathlib, sys, time
-parser = argparse.ArgumentParser()
-for flag in ("--run-dir", "--run-name", "--eval-episodes", "--total-timesteps", "--env-id"):
-    parser.add_argument(flag)
-parser.add_argument("--quiet", action="store_true")
-args = parser.parse_args()
+import pathlib, sys, time
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 end = time.process_time() + WORK
 while time.process_time() < end:
     pass
-folder = pathlib.Path(args.run_dir, args.run_name)
+folder = pathlib.Path(flags["--run-dir"], flags["--run-name"])
 folder.mkdir()
-(folder / "metrics.csv").write_text(f"step,time/sps\\n100,1\\n200,{20 / WORK}\\n{args.total_timesteps},{20 / WORK}\\n")
+total, sps = flags["--total-timesteps"], 20 / WORK
+(folder / "metrics.csv").write_text(f"step,time/sps\\n100,1\\n200,{sps}\\n{total},{sps}\\n")
 """
 
 
@@ -341,14 +283,14 @@ def test_speed_beside_another_revision(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "x.json").read_text())["revisions"]["ppo_procgen"]
     assert [one["steps"] for side in ("old", "new") for one in found[side]] == [300] * 4
     assert found["old"][0]["later_sps"] == pytest.approx(100) and found["later_ratios"] == pytest.approx([2, 2])
+    pairs = list(zip(found["old"], found["new"], strict=True))
+    for kind in ("wall", "cpu"):
+        assert found[f"{kind}_ratios"] == [old[kind] / new[kind] for old, new in pairs]
     assert all(1 < ratio < 2 for ratio in found["cpu_ratios"])  # Python's own start counts on both sides
     assert all(one["wall"] > 0.1 and one["sps"] == 300 / one["wall"] for one in found["new"])
     sides = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " steps: " in line]
     assert sides == ["old", "new", "old", "new"]
     assert len(subprocess.run([*git, "worktree", "list"], capture_output=True).stdout.splitlines()) == 1
-    with pytest.raises(SystemExit):
-        speed.main(["--against", "nowhere", "--script", "ppo_procgen"])
-    assert "nowhere: no revision" in capsys.readouterr().err
     (tmp_path / "ppo_procgen.py").write_text("raise SystemExit('broken')")
     assert speed.main(["--against", "HEAD", "--script", "ppo_procgen"]) == 1
     assert "exit code 1: broken" in capsys.readouterr().err
@@ -375,22 +317,28 @@ for step in range(num_envs, 10**6, num_envs):
     rewards.append(reward.max())
     games += [one["episode"] for one in info if "episode" in one] if procgen else [info["lives"]]
     if step % 1000 == 0 and games:
-        print("the end of an iteration")
         assert not procgen or 0 < sum(int(game["l"]) for game in games) <= step  # each game's own steps
         with open(__file__ + ".json", "w") as file:
             json.dump([float(max(rewards)), torch.get_num_threads(), flags], file)
+        print("the end of an iteration")
         writer.add_scalar("charts/SPS", 0, step)
 """
 
 
-@pytest.mark.parametrize("name", ["ppo_procgen", "appo_atari"])
-def test_speed_beside_cleanrl(tmp_path, monkeypatch, name):
-    """Old gym's interface for both kinds of environments, equal sizes, a file a row, ratios the right way round."""
-    (tmp_path / "cleanrl").mkdir()
+def clone(folder, name):
+    """What `git clone` leaves of CleanRL -> where its counterpart of a script writes what it saw."""
+    (folder / "cleanrl").mkdir()
     for file in ("ppo_procgen", speed.COUNTERPARTS[name]):
-        (tmp_path / "cleanrl" / f"{file}.py").write_text(OLD_GYM)
-    monkeypatch.setattr(speed, "ROWS", {"x": (name, OWN[name], 1, 1)})
-    words = f"--against cleanrl --source {tmp_path} --script {name} --pairs 1 --json {tmp_path} -- {TINY}"
+        (folder / "cleanrl" / f"{file}.py").write_text(OLD_GYM)
+    return folder / "cleanrl" / f"{speed.COUNTERPARTS[name]}.py.json"
+
+
+def test_speed_beside_cleanrl(tmp_path, monkeypatch):
+    """Equal sizes, a file a row, ratios the right way round; EnvPool returns what it returned to old gym."""
+    seen = clone(tmp_path, "appo_atari")
+    flags = "--env-id Breakout --num-minibatches 2 --sync --update-epochs 2"
+    monkeypatch.setattr(speed, "ROWS", {"x": ("appo_atari", flags, 1, 1)})
+    words = f"--against cleanrl --source {tmp_path} --script appo_atari --pairs 1 --json {tmp_path} -- {TINY}"
     assert speed.main(words.split()) == 0
     found = json.loads((tmp_path / "x.json").read_text())
     (ours,), (theirs,) = found["results"]["script"], found["results"]["cleanrl"]
@@ -398,11 +346,18 @@ def test_speed_beside_cleanrl(tmp_path, monkeypatch, name):
     assert found["wall_ratios"] == [ours["sps"] / theirs["sps"]] and "--source CLONE" in found["command"]
     assert found["cpu_ratios"] == [theirs["seconds_a_step"]["cpu"] / cpu]
     assert 0.5 < sum(ours["seconds_a_step"].values()) * ours["sps"] <= 1.001  # parts of the iteration's wall time
-    seen = (tmp_path / "cleanrl" / f"{speed.COUNTERPARTS[name]}.py.json").read_text()
-    most, threads, flags = json.loads(seen)
+    _, threads, flags = json.loads(seen.read_text())
     sizes = {"num-envs": "4", "num-steps": "16", "num-minibatches": "2", "update-epochs": "2"}
     assert flags.items() >= sizes.items() and threads == 1
-    assert 0 < most <= 3 or name != "ppo_procgen"  # the clip comes after the division
+
+
+def test_old_gym_wrappers_of_procgen(tmp_path):
+    """Observations, whole games, and the clip after the division."""
+    seen = clone(tmp_path, "ppo_procgen")
+    words = f"ppo_procgen --child cleanrl --against cleanrl --source {tmp_path} -- --env-id starpilot {TINY}"
+    done = subprocess.run([sys.executable, speed.__file__, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sps"] > 0 and 0 < json.loads(seen.read_text())[0] <= 3
 
 
 def test_speed_beside_cleanrl_at_equal_sizes_only():
@@ -410,9 +365,9 @@ def test_speed_beside_cleanrl_at_equal_sizes_only():
     script = speed.load("appo_atari")
     args = script.Args(num_envs=8, minibatch_size=256, num_minibatches=4)
     assert "--env-id=Breakout-v5" in speed.cleanrl_flags(script, args)
-    for change in (dict(num_minibatches=8), dict(minibatch_size=384)):
-        with pytest.raises(script.UsageError, match="CleanRL"):
-            speed.cleanrl_flags(script, dataclasses.replace(args, **change))
+    for name, value in (("num_minibatches", 8), ("minibatch_size", 384)):
+        with pytest.raises(script.UsageError, match=f"{name.replace('_', '-')} {value}: CleanRL"):
+            speed.cleanrl_flags(script, dataclasses.replace(args, **{name: value}))
 
 
 def test_speed_names_the_instruction_set(monkeypatch):
@@ -424,14 +379,25 @@ def test_speed_names_the_instruction_set(monkeypatch):
     assert speed.instruction_set(info.format("avx512f")) == "AVX-512 ONEDNN_MAX_CPU_ISA=AVX2"
 
 
-def test_speed_bad_input(tmp_path, capsys):
-    for command, parts in {
-        "ppo_procgen --pairs 0": ["--pairs 0", "at least 1"],
-        "ppo_procgen --iterations 0": ["--iterations 0", "at least 1"],
-        "ppo_procgen --against sync": ["ppo_procgen", "cleanrl, fp32"],
-        "--script ppo_procgen": ["--against cleanrl or REVISION"],
-        f"--against cleanrl --source {tmp_path}": [str(tmp_path), "no cleanrl/ppo_procgen.py", "git clone"],
-        "ppo_procgen --against cleanrl": ["--source None", "git clone"],
-    }.items():
-        code, last = refused(speed, command, capsys)
-        assert code == 2 and all(part in last for part in parts), last
+@pytest.mark.parametrize(
+    "tool, command, parts",
+    [
+        (floor, "ppo_procgen --rounds 0", ["--rounds 0", "at least 1"]),
+        (floor, "appo_atari -- --sync", ["appo_atari", "--num-groups 1"]),
+        (floor, "ppo_procgen -- --minibatch-size 1", ["--minibatch-size 1", "must be from 2"]),
+        (floor, "ppo_procgen -- --device cuda", ["--device cuda", "CPU"]),
+        (floor, "ppo_atari_rnd -- --memory gru", ["--memory gru", "not counted"]),
+        (floor, "impala_procgen -- --sync --num-groups 1 --replay-slots 4", ["--replay-slots 4", "not counted"]),
+        (speed, "ppo_procgen --pairs 0", ["--pairs 0", "at least 1"]),
+        (speed, "ppo_procgen --against sync", ["ppo_procgen", "cleanrl, fp32"]),
+        (speed, "--script ppo_procgen", ["--against cleanrl or REVISION"]),
+        (speed, "--against nowhere --script ppo_procgen", ["nowhere: no revision"]),
+        (speed, "ppo_procgen --against cleanrl --source x", ["--source x", "no cleanrl/ppo_procgen.py", "git clone"]),
+    ],
+)
+def test_bad_input(tool, command, parts, capsys):
+    """One clear line, before anything is measured."""
+    with pytest.raises(SystemExit) as stop:
+        tool.main(command.split())
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and all(part in last for part in parts), last

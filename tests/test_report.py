@@ -15,15 +15,15 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import report  # noqa: E402
 import run  # noqa: E402
 
+CURVE = ((4_000_000, 1.0, 2), (7_996_800, 3.0, 1))
 
-def write(
-    results, suite, name, mean, steps=7_996_800, error=None, curve=((4_000_000, 1.0, 2), (7_996_800, 3.0, 1)), **more
-):
+
+def write(results, name, mean, suite="gpu", steps=7_996_800, error=None, curve=CURVE, **more):
     (job,) = run.jobs_of(suite, name)
     found = dict(command=" ".join(job.command), status="failed" if error else "done", error=error, steps=steps)
-    found |= dict(gpu=None, cpu="CPU", cores=2, git="abc") | more
-    splits = {"game" if "atari" in name else "test": dict(returns=[mean], mean=mean, stderr=0.5)}
-    found |= dict(seed=int(name[-1]), eval=None if error else dict(splits=splits))
+    found |= dict(gpu=None, cpu="CPU", cores=2, git="abc", seed=int(name[-1])) | more
+    split = dict(returns=[mean], mean=mean, stderr=0.5)
+    found["eval"] = None if error else dict(splits=dict(test=split))
     path = results / suite / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found))
@@ -31,8 +31,18 @@ def write(
     path.with_suffix(".csv").write_text("step,episode/return,episode/count\n" + rows)
 
 
+def write_seed(results, seed, mean, **more):
+    write(results, f"ppo_procgen/starpilot/seed{seed}", mean, "cpu", 61_440, **more)
+
+
 def rows(text, start):
     return [[x.strip() for x in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith(f"| {start}")]
+
+
+def starpilot(results):
+    """The row of the seeds of `write_seed`."""
+    (row,) = rows(report.report(results).split("## cpu")[1], "`ppo_procgen/starpilot` | starpilot (test)")
+    return row
 
 
 def test_committed_tables_are_generated():
@@ -40,58 +50,56 @@ def test_committed_tables_are_generated():
     assert report.main(["--check"]) == 0
 
 
-def test_tables_by_hand(tmp_path):
-    """One seed says so; a gap stands beside its published number; a failure shows its error."""
-    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
-    write(tmp_path, "gpu", "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nppo_procgen.py: no memory | left")
-    text = report.report(tmp_path)
-    bigfish, coinrun, starpilot = (
-        next(row for row in rows(text.split("## gpu")[1], f"`ppo_procgen/{game}`"))
-        for game in ("bigfish", "coinrun", "starpilot")
-    )
+def test_folder_of_results(tmp_path, capsys):
+    """Tables, page and plots, all there: one seed says so, a gap has its published number, a failure its error."""
+    write(tmp_path, "ppo_procgen/bigfish/seed1", 12.0)
+    write(tmp_path, "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nppo_procgen.py: no memory | left")
+    before = (ROOT / "benchmark" / "README.md").read_text()
+    assert report.main(["--results", str(tmp_path)]) == 0
+    assert (ROOT / "benchmark" / "README.md").read_text() == before
+    text = (tmp_path / "README.md").read_text().split("## gpu")[1]
+    games = ("bigfish", "coinrun", "starpilot")
+    (bigfish,), (coinrun,), (gap,) = (rows(text, f"`ppo_procgen/{game}`") for game in games)
     assert bigfish[1:5] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (+- 0.50 over games)"]
     assert bigfish[6] == "3.00 (1 games)"
     assert bigfish[7].startswith("9.57, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[7]
     assert bigfish[8:] == ["+2.43, -14.28", "CPU, 2 cores", "abc"]
-    assert "failed: ppo_procgen.py: no memory / left" in coinrun and coinrun[3] == "0"
-    assert starpilot[2] == "8,000,000" and starpilot[4] == "**not run**" and starpilot[7].startswith("29.5")
-    failed = [line for line in report.short_table(tmp_path) if "coinrun" in line]  # the README's
-    assert failed == [
-        "| gpu, `ppo_procgen`, coinrun | 8,000,000 | 0 seeds, 1 failed | failed: ppo_procgen.py: no memory / left | - |"
-    ]
+    assert coinrun[3:5] == ["0", "failed: ppo_procgen.py: no memory / left"]
+    assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[7].startswith("29.5")
 
+    page = (tmp_path / "index.html").read_text()
+    assert "http" not in page.split("<script>")[0] and "src=" not in page and "href=" not in page
+    data = json.loads(re.search(r"const cells = (.*);\n", page)[1])
+    assert len(data) == len(report.cells(tmp_path)) and data[0]["command"].startswith("python ")
+    (cell,) = [cell for cell in data if cell["n"]]
+    assert cell["game"] == "bigfish" and cell["curves"] == [[[4_000_000, 1.0], [7_996_800, 3.0]]] and cell["known"]
+    pictures = {path.name: path.read_bytes()[:4] for path in (tmp_path / "plots").iterdir()}
+    assert pictures == dict.fromkeys(["gpu_ppo_procgen_bigfish.png", "curves.png"], b"\x89PNG")
 
-def test_results_of_other_flags_do_not_count(tmp_path):
-    """The suite was changed after a seed was run: its command is no longer that of the row."""
-    for seed, more in ((1, {}), (2, {}), (3, dict(command="python ppo_procgen.py --env-id starpilot --lr 1e-1"))):
-        write(tmp_path, "cpu", f"ppo_procgen/starpilot/seed{seed}", float(seed), 61_440, **more)
-    (row,) = rows(report.report(tmp_path).split("## cpu")[1], "`ppo_procgen/starpilot` | starpilot (test)")
-    assert row[3:5] == ["2 seeds", "1.50 +- 0.50"]
-
-
-def test_revisions_and_machines_of_all_seeds(tmp_path):
-    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed1", 1.0, 61_440, git="1" * 40, git_before=["2" * 40])
-    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed2", 2.0, 61_440, git="1" * 40 + "-dirty", cpu="Other")
-    (row,) = rows(report.report(tmp_path).split("## cpu")[1], "`ppo_procgen/starpilot` | starpilot (test)")
-    assert row[9:] == ["CPU, 2 cores; Other, 2 cores", "2222222, 1111111, 1111111-dirty"]
+    with pytest.raises(SystemExit):
+        report.main(["--results", str(tmp_path / "nowhere")])
+    assert "no such folder" in capsys.readouterr().err
 
 
 def test_seeds(tmp_path):
-    """Mean and standard error over seeds; with three the interquartile mean in its interval."""
-    scores = [1.0, 2.0, 6.0]
-    for seed, score in enumerate(scores, 1):
+    """Mean and error over seeds, with three the interquartile mean in its interval; all revisions and machines."""
+    scores, hashes = [1.0, 2.0, 6.0], ["1" * 40, "1" * 40, "1" * 40 + "-dirty"]
+    for seed, (score, git) in enumerate(zip(scores, hashes, strict=True), 1):
         curve = ((100, 0.0, 5), (61_000, score, 1), (61_440, score + 1, 3))  # three games of four have one more
-        write(tmp_path, "cpu", f"ppo_procgen/starpilot/seed{seed}", score, 61_440, curve=curve)
-    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
+        before = dict(git_before=["2" * 40]) if seed == 1 else {}
+        write_seed(tmp_path, seed, score, curve=curve, git=git, cpu="Other" if seed == 2 else "CPU", **before)
     error = np.std(scores, ddof=1) / 3**0.5
-    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"] and row[6] == f"3.75 +- {error:.2f} (12 games)"
-    assert row[5] == "3.00 (1.00 to 6.00)" and row[7:9] == ["none at these steps", "-"]
-    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed3", 99.0, 61_440, error="gone", curve=((61_440, 99.0, 1),))
-    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
-    assert row[3:5] == ["2 seeds, 1 failed", "1.50 +- 0.50"]  # nothing of a failed seed
-    assert row[6] == "2.25 +- 0.50 (8 games)"
-    write(tmp_path, "cpu", "ppo_procgen/starpilot/seed3", 99.0, 61_440, curve=((100, 1.0, 5),))  # long games at its end
-    (row,) = [row for row in rows(report.report(tmp_path), "`ppo_procgen/starpilot`") if "61,440" in row]
+    row = starpilot(tmp_path)
+    assert row[3:6] == ["3 seeds", f"3.00 +- {error:.2f}", "3.00 (1.00 to 6.00)"]
+    assert row[6:9] == [f"3.75 +- {error:.2f} (12 games)", "none at these steps", "-"]
+    assert row[9:] == ["CPU, 2 cores; Other, 2 cores", "2222222, 1111111, 1111111-dirty"]
+    write_seed(tmp_path, 3, 99.0, error="gone", curve=((61_440, 99.0, 1),))
+    row = starpilot(tmp_path)  # nothing of a failed seed
+    assert row[3:5] == ["2 seeds, 1 failed", "1.50 +- 0.50"] and row[6] == "2.25 +- 0.50 (8 games)"
+    write_seed(tmp_path, 3, 99.0, command="python ppo_procgen.py --env-id starpilot --lr 1e-1")
+    assert starpilot(tmp_path)[3:5] == ["2 seeds", "1.50 +- 0.50"]  # nor of one with the suite's earlier flags
+    write_seed(tmp_path, 3, 99.0, curve=((100, 1.0, 5),))
+    row = starpilot(tmp_path)  # long games at its end
     assert row[3] == "3 seeds" and row[6] == "2.25 +- 0.50 (8 games, 2 of 3 seeds)"
 
 
@@ -103,51 +111,23 @@ def test_intervals():
     assert report.interval(scores) == report.interval(scores) and report.interval(scores[:2]) == "-"
 
 
-def test_splits_have_their_own_published_numbers(tmp_path):
-    """The 200-level setting: training levels beside OpenAI's training return, all levels beside its test return."""
-    points, job = report.reference(), run.jobs_of("gpu", "ppo_procgen-openai")[0]
-    for split, series in (("train", "train200_PPO"), ("test", "test_full_PPO")):
-        (found,) = report.published(job, split, 25_000_000, points)
-        assert found[0] == points["procgen", "coinrun", series][25_001_984]
+def test_published_numbers():
+    """The nearest step within a tenth; frames are four to a step; each split of the 200-level setting has its own."""
+    points, (openai,) = report.reference(), run.jobs_of("gpu", "ppo_procgen-openai")
+    (bigfish,), (montezuma,) = run.jobs_of("gpu", "ppo_procgen/bigfish"), run.jobs_of("gpu", "ppo_atari_snd")
+    series = points["procgen", "bigfish", "all_levels_PPO"]
+    assert report.published(bigfish, "test", 8_400_000, points)[0][0] == series[7_995_392]
+    assert report.published(bigfish, "test", 6_000_000, points) == []
+    assert report.published(montezuma, "game", 128_000_000, points)[0][0] == pytest.approx(13_213, abs=10)
+    for split, name in (("train", "train200_PPO"), ("test", "test_full_PPO")):
+        (found,) = report.published(openai, split, 25_000_000, points)
+        assert found[0] == points["procgen", "coinrun", name][25_001_984]
+    assert report.checkpoints(openai, 25_000_000, points)[0][1][-1] == (
+        25_001_984,
+        points["procgen", "coinrun", "train200_PPO"][25_001_984],
+    )
     (one_million,) = run.jobs_of("two_cores", "ppo_procgen-openai/starpilot/seed1")  # --num-levels 0: all of them
     assert report.published(one_million, "test", 1_000_000, points)[0][1:] == ("OpenAI's PPO", "training return")
-    curve = report.checkpoints(job, 25_000_000, points)[0][1]
-    assert curve[-1] == (25_001_984, points["procgen", "coinrun", "train200_PPO"][25_001_984])
-
-
-def test_another_folder_of_results(tmp_path, capsys):
-    """report.py --results: what run.py --results wrote, tabulated there; the repository's own files stay."""
-    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
-    before = (ROOT / "benchmark" / "README.md").read_text()
-    assert report.main(["--results", str(tmp_path)]) == 0 and "12.00 (+- 0.50" in (tmp_path / "README.md").read_text()
-    assert (tmp_path / "index.html").exists() and (tmp_path / "plots" / "gpu_ppo_procgen_bigfish.png").exists()
-    assert (ROOT / "benchmark" / "README.md").read_text() == before
-    with pytest.raises(SystemExit):
-        report.main(["--results", str(tmp_path / "nowhere")])
-    assert "no such folder" in capsys.readouterr().err
-
-
-def test_published_is_the_nearest_within_a_tenth():
-    job, points = run.jobs_of("gpu", "ppo_procgen/bigfish")[0], report.reference()
-    series = points["procgen", "bigfish", "all_levels_PPO"]
-    assert report.published(job, "test", 8_400_000, points)[0][0] == series[7_995_392]
-    assert report.published(job, "test", 6_000_000, points) == []
-    montezuma = run.jobs_of("gpu", "ppo_atari_snd")[0]  # published in frames, four to an agent step
-    assert report.published(montezuma, "game", 128_000_000, points)[0][0] == pytest.approx(13_213, abs=10)
-
-
-def test_page_and_plots(tmp_path):
-    """One file that needs no other, with every cell's command; a plot for every curve."""
-    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
-    page = report.page(tmp_path)
-    assert "http" not in page.split("<script>")[0] and "src=" not in page and "href=" not in page
-    data = json.loads(re.search(r"const cells = (.*);\n", page)[1])
-    assert len(data) == len(report.cells(tmp_path)) and data[0]["command"].startswith("python ")
-    (cell,) = [cell for cell in data if cell["n"]]
-    assert cell["game"] == "bigfish" and cell["curves"] == [[[4_000_000, 1.0], [7_996_800, 3.0]]] and cell["known"]
-    report.plots(tmp_path)
-    (picture,) = (tmp_path / "plots").iterdir()
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -161,9 +141,9 @@ def test_page_in_a_browser(tmp_path):
     body, cells = done.stdout.split("<script>")[0], report.cells()
     drawn = sum(any(curve for curve in cell["curves"].values()) for cell in cells)
     assert f"{len(cells)} cells" in body and body.count("<polyline") >= drawn > 0
-    assert body.count("<tr") == len(cells) + 1 and body.count("<option") == 2 + len(
-        {cell["job"].script for cell in cells}
-    ) + len({cell["job"].game for cell in cells})
+    assert body.count("<tr") == len(cells) + 1
+    choices = [len({getattr(cell["job"], name) for cell in cells}) + 1 for name in ("script", "game")]  # and "all"
+    assert body.count("<option") == sum(choices)
     size = ["--window-size=1400,2000", f"--screenshot={picture}"]
     subprocess.run([*command, *size, page.as_uri()], capture_output=True, timeout=120, check=True)
     assert picture.stat().st_size > 20_000
@@ -171,7 +151,8 @@ def test_page_in_a_browser(tmp_path):
 
 def test_marked_tables_are_filled(tmp_path):
     """Only what stands between the marks is written, and twice is once."""
-    write(tmp_path, "gpu", "ppo_procgen/bigfish/seed1", 12.0)
+    write(tmp_path, "ppo_procgen/bigfish/seed1", 12.0)
+    write(tmp_path, "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nno memory | left")
     (tmp_path / "floor").mkdir()
     shares = dict(learner_share=0.75, acting_share=0.5, paused_share=0.6, acting_batch=16)
     shares |= dict(learner_shares=[0.75, 0.7, 0.9], acting_shares=[0.5, 0.5, 0.52])
@@ -183,17 +164,11 @@ def test_marked_tables_are_filled(tmp_path):
     assert report.filled(done, tmp_path) == done and done.startswith("a\n<!-- results -->\n| ") and "old" not in done
     assert done.endswith("<!-- end of floor -->\nc") and "\nb\n" in done
     (line,) = (line for line in done.splitlines() if "bigfish" in line)
-    assert "12.00 (+- 0.50 over games)" in line and "1 seed" in line and "9.57, OpenAI's PPO" in line
+    assert "| 1 seed | 12.00 (+- 0.50 over games) | 9.57, OpenAI's PPO" in line
+    assert "| gpu, `ppo_procgen`, coinrun | 8,000,000 | 0 seeds, 1 failed | failed: no memory / left | - |" in done
     (line,) = rows(done, "`appo_atari --sync`")
-    assert line[2:] == [
-        "1,000 rows/s, 50 GFLOP/s",
-        "750",
-        "**0.75** (0.70 to 0.90)",
-        "70 layers, 30 rest",
-        "200 (batch 16)",
-        "100",
-        "**0.50** (0.50 to 0.52); 0.60",
-    ]
+    assert line[2:6] == ["1,000 rows/s, 50 GFLOP/s", "750", "**0.75** (0.70 to 0.90)", "70 layers, 30 rest"]
+    assert line[6:] == ["200 (batch 16)", "100", "**0.50** (0.50 to 0.52); 0.60"]
 
 
 def test_speed_rows(tmp_path):

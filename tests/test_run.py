@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,11 +29,19 @@ def result(tmp_path, name="ppo_procgen/starpilot/seed1"):
     return json.loads((tmp_path / "results" / "smoke" / f"{name}.json").read_text())
 
 
+def flags_of(tmp_path):
+    return ["--suite", "smoke", "--jobs", "2", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+
+
 def bench(tmp_path, monkeypatch, rows, *flags):
     """The exit status of run.py on cells of its own; files under tmp_path."""
     monkeypatch.setitem(run.SUITES, "smoke", rows)
-    where = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    return run.main(["--suite", "smoke", "--jobs", "2", *where, *flags])  # one thread each
+    return run.main([*flags_of(tmp_path), *flags])
+
+
+def iterations(path):
+    with open(path, newline="") as file:
+        return [int(row["iteration"]) for row in csv.DictReader(file)]
 
 
 def test_cells_are_run_once_and_recorded(tmp_path, monkeypatch, capsys):
@@ -46,8 +53,7 @@ def test_cells_are_run_once_and_recorded(tmp_path, monkeypatch, capsys):
     stopped = tmp_path / "runs" / job.folder
     stopped.mkdir(parents=True)
     (stopped / "config.json").write_text("{}")  # of a run that has no checkpoint yet
-    assert bench(tmp_path, monkeypatch, rows) == 1
-    assert "1 done, 1 failed" in capsys.readouterr().out
+    assert bench(tmp_path, monkeypatch, rows) == 1 and "1 done, 1 failed" in capsys.readouterr().out
     failed = result(tmp_path, "ppo_procgen/nogame/seed1")
     assert failed["status"] == "failed" and "choice 'nogame' for argument" in failed["error"] and failed["eval"] is None
     found = result(tmp_path)
@@ -55,8 +61,7 @@ def test_cells_are_run_once_and_recorded(tmp_path, monkeypatch, capsys):
     assert found["command"] == f"python ppo_procgen.py --env-id starpilot --seed 1 {TINY} --total-timesteps 150"
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["procgen-mirror"]
     assert found["git"] is not None and found["cpu"] and len(found["eval"]["splits"]["test"]["returns"]) >= 2
-    with open(tmp_path / "results" / "smoke" / "ppo_procgen" / "starpilot" / "seed1.csv", newline="") as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["64", "128"]
+    assert iterations(tmp_path / "results/smoke/ppo_procgen/starpilot/seed1.csv") == [1, 2]
     monkeypatch.setattr(subprocess, "Popen", None)  # nothing is started again
     assert bench(tmp_path, monkeypatch, rows) == 0 and "nothing to do" in capsys.readouterr().out
     with pytest.raises(TypeError):
@@ -71,152 +76,110 @@ def test_other_flags_begin_anew(tmp_path):
     assert [run.state(cell(128, change), tmp_path) for change in changes] == ["done", "open", "open", "open"]
 
 
-@pytest.mark.parametrize(
-    "steps, evaluated, status",
-    [
-        ([64, 128], 128, "done"),
-        ([64], 64, "open"),
-        ([64, 128], 64, "open"),
-        ([64, 128], None, "open"),
-        ([], 128, "open"),
-    ],
-)
-def test_what_is_done(tmp_path, steps, evaluated, status):
+def test_what_is_done(tmp_path):
     """All iterations, and an evaluation of the last: not one of an unfinished run, nor of an older checkpoint."""
     (tmp_path / "config.json").write_text(json.dumps({"git": "new", "args": {"total_timesteps": 150}}))
     (tmp_path / "revisions").write_text("old\nnew\nold\n")
-    lines = ["step,iteration,time/sps,episode/count", *(f"{step},{step // 64},32.0,1" for step in steps)]
-    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
-    if evaluated:
-        (tmp_path / "eval.json").write_text(json.dumps({"step": evaluated, "splits": {}}))
-    found = run.collect(cell(150), tmp_path)[1]
-    assert found["status"] == status and found["train_seconds"] == 2 * len(steps)
-    assert found["git"] == "new" and found["git_before"] == ["old"]  # gone on with after a commit: both are named
+    cases = ((2, 128, "done"), (1, 64, "open"), (2, 64, "open"), (2, None, "open"), (0, 128, "open"))
+    for last, evaluated, status in cases:
+        lines = [f"{64 * i},{i},32.0,1" for i in range(1, last + 1)]
+        (tmp_path / "metrics.csv").write_text("\n".join(["step,iteration,time/sps,episode/count", *lines, ""]))
+        (tmp_path / "eval.json").unlink(missing_ok=True)
+        if evaluated:
+            (tmp_path / "eval.json").write_text(json.dumps({"step": evaluated, "splits": {}}))
+        found = run.collect(cell(150), tmp_path)[1]
+        assert found["status"] == status and found["train_seconds"] == 2 * last
+        assert found["git"] == "new" and found["git_before"] == ["old"]  # gone on with after a commit: both are named
 
 
-def test_killed_it_goes_on(tmp_path):
+def test_killed_it_goes_on(tmp_path, monkeypatch):
     """Training ends with run.py, however that dies, leaves a checkpoint of its last iteration, and goes on there."""
-
-    def start(total):
-        code = f"""
-import sys
-sys.path.insert(0, {str(ROOT / "benchmark")!r})
-import run
-run.SUITES["smoke"] = [("ppo_procgen", ["starpilot"], 1, {cell(total).flags!r})]
-sys.exit(run.main(["--suite", "smoke", "--jobs", "2", "--runs", "runs", "--results", "results"]))
-"""
-        return subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-
-    folder, saved = tmp_path / "runs" / cell(640_000).folder, 0
+    job, saved, history = cell(640_000), 0, []  # more than it could do in the meantime
+    folder = tmp_path / "runs" / job.folder
     metrics = folder / "metrics.csv"
-
-    def rows():
-        return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
-
+    rows = [("ppo_procgen", ["starpilot"], 1, job.flags)]
+    code = f"import run, sys; run.SUITES['smoke'] = {rows}; sys.exit(run.main({flags_of(tmp_path)}))"
     for number in (signal.SIGTERM, signal.SIGKILL):
-        process = start(640_000)  # more than it could do in the meantime
-        while rows() < saved + 2:
+        process, done = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "benchmark"), 0
+        while done < saved + 2:
             assert process.poll() is None
-            time.sleep(0.02)
-        done = rows()
+            time.sleep(0.05)
+            done = len(iterations(metrics)) if metrics.exists() else 0
         process.send_signal(number)
-        process.wait()
+        assert process.wait() in (143, -signal.SIGKILL)
         with open(folder.with_name(folder.name + ".lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # free once training has ended, too
-        step = torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
-        assert done - 1 <= step // 64 < 9_000  # no more than the iteration under way is lost
-        saved = step // 64
+        saved = torch.load(folder / "checkpoint.pt", weights_only=True)["step"] // 64
+        assert done - 1 <= saved < 9_000  # no more than the iteration under way is lost
+        assert metrics.read_text().splitlines()[: len(history)] == history  # not begun anew
+        history = metrics.read_text().splitlines()[: saved + 1]
         assert not (tmp_path / "results").exists()
-    total = 64 * (saved + 2)  # of all that is left, enough
-    folder.rename(tmp_path / "runs" / cell(total).folder)
-    assert start(total).wait() == 0
-    found = result(tmp_path)
-    assert found["status"] == "done" and found["steps"] == total
-    with open(tmp_path / "results/smoke/ppo_procgen/starpilot/seed1.csv", newline="") as file:
-        assert [int(row["iteration"]) for row in csv.DictReader(file)] == list(range(1, saved + 3))
+    short = cell(64 * (saved + 2))
+    folder.rename(tmp_path / "runs" / short.folder)
+    assert bench(tmp_path, monkeypatch, [("ppo_procgen", ["starpilot"], 1, short.flags)]) == 0
+    assert result(tmp_path)["status"] == "done" and result(tmp_path)["steps"] == 64 * (saved + 2)
+    assert iterations(tmp_path / "results/smoke/ppo_procgen/starpilot/seed1.csv") == list(range(1, saved + 3))
 
 
-def test_told_to_stop_it_begins_nothing(tmp_path):
-    """A signal that comes while a cell waits for its lock, or a deadline: no training is left running."""
+def test_told_to_stop_it_begins_nothing(tmp_path, monkeypatch):
+    """A signal while a cell waits for its lock, one before it begins, a deadline: no training is left running."""
     job, processes = cell(64_000), []
-    lock = tmp_path / "runs" / f"{job.folder}.lock"
+    lock = tmp_path / f"{job.folder}.lock"
     lock.parent.mkdir(parents=True)
-    with open(lock, "w") as held:
+    with open(lock, "w") as held, monkeypatch.context() as patch:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert run.execute(job, tmp_path / "runs", 1, stopping=[15], processes=processes) is None
-    assert run.execute(job, tmp_path / "runs", 1, stopping=[15], processes=processes) is None  # ended at once
-    assert run.execute(job, tmp_path / "runs", 1, deadline=time.time() + 0.5, processes=processes) is None
+        assert run.execute(job, tmp_path, 1, stopping=[15], processes=processes) is None
+        clock = iter(range(0, 1000, 30))
+        patch.setattr(run.time, "monotonic", lambda: next(clock))
+        patch.setattr(run.time, "sleep", lambda seconds: None)
+        assert run.execute(job, tmp_path, 1, processes=processes) is None  # another run.py trains this cell
+    assert not processes and not (tmp_path / job.folder).exists()
+    assert run.execute(job, tmp_path, 1, stopping=[15], processes=processes) is None  # ended at once
+    assert run.execute(job, tmp_path, 1, deadline=time.time() + 0.5, processes=processes) is None
     assert len(processes) == 2 and all(process.poll() is not None for process in processes)
 
 
-def test_two_invocations_share_no_folder(tmp_path, monkeypatch):
-    """A cell that another run.py trains at the moment is left to it."""
-    job = cell(64)
-    (tmp_path / "smoke").mkdir()
-    with open(tmp_path / f"{job.folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        clock = iter(range(0, 1000, 30))
-        monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
-        monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
-        assert run.execute(job, tmp_path, 1) is None
-    assert not (tmp_path / job.folder).exists()
-
-
 def test_thin():
-    """At most 500 rows; steps and games add up, returns weigh by games, empty cells do not count."""
-    rng = np.random.default_rng(0)
+    """Last step, number of games, means over games or rows; empty cells do not count; at most 500 rows."""
     names = ("step", "iteration", "episode/count", "episode/return", "loss/value", "episode/rooms_ever")
-    rows = [dict.fromkeys(names, "") | {"step": str(i), "iteration": str(i)} for i in range(1, 1203)]
-    for row in rows:
-        row["episode/count"] = str(rng.integers(0, 3))
-        row["episode/return"] = str(rng.normal()) if row["episode/count"] != "0" else ""
-        row["loss/value"], row["episode/rooms_ever"] = str(rng.normal()), row["step"]
-    merged = run.thin(rows)
-    assert len(merged) <= 500 and merged[-1]["step"] == "1202" and [row["step"] for row in merged[:2]] == ["3", "6"]
-    assert sum(float(row["episode/count"]) for row in merged) == sum(float(row["episode/count"]) for row in rows)
-    assert [row["episode/rooms_ever"] for row in merged] == [row["step"] for row in merged]  # a running maximum
-    part = rows[3:6]
-    total = sum(float(row["episode/count"]) for row in part)
-    expected = sum(float(row["episode/count"]) * float(row["episode/return"] or 0) for row in part) / total
-    assert float(merged[1]["episode/return"]) == pytest.approx(expected, rel=1e-5)
-    mean = np.mean([float(row["loss/value"]) for row in part])
-    assert float(merged[1]["loss/value"]) == pytest.approx(mean, rel=1e-5)
-    assert [row["step"] for row in run.thin(rows[:400])] == [str(i) for i in range(1, 401)] and run.thin([]) == []
+    table = ["64,1,2,1,4,1", "128,2,0,,5,2", "192,3,1,4,,2", "256,4,0,,1,3", "320,5,0,,3,3"]
+    rows = [dict(zip(names, row.split(","), strict=True)) for row in table]
+    merged = [",".join(row.values()) for row in run.thin(rows, 2)]
+    assert merged == ["192,3,3,2,4.5,2", "320,5,0,,2,3"]
+    assert run.thin(rows, 5) == rows and run.thin([]) == [] and len(run.thin(rows * 201)) == 335
 
 
-@pytest.mark.parametrize("suite", run.SUITES)
-def test_every_command_parses(suite):
+def test_every_command_parses():
     """Each literal command of every suite is one that its script takes, on a game that exists."""
     import envpool
     import tyro
+    from ppo_procgen import GAMES
 
-    jobs = run.jobs_of(suite)
-    assert len({job.name for job in jobs}) == len(jobs) == sum(len(games) * n for _, games, n, _ in run.SUITES[suite])
-    scripts = {"snd_breakout": "ppo_atari_snd"}  # importing a variant would change its script for the tests to come
-    for job in {(job.script, job.flags): job for job in jobs}.values():
-        module = importlib.import_module(scripts.get(job.script, job.script))
-        args = tyro.cli(module.Args, args=job.command[2:])
-        module.check(args)
-    for script, game in {(job.script, job.game) for job in jobs}:
-        module = importlib.import_module(scripts.get(script, script))
-        assert game in (module.GAMES if "procgen" in script else {name[:-3] for name in envpool.list_all_envs()})
+    atari = {name[:-3] for name in envpool.list_all_envs()}
+    for suite, rows in run.SUITES.items():
+        jobs = run.jobs_of(suite)
+        assert len({job.name for job in jobs}) == len(jobs) == sum(len(games) * n for _, games, n, _ in rows)
+        for job in {job.variant: job for job in jobs}.values():
+            # Importing a variant would change its script for the tests to come.
+            module = importlib.import_module(job.script.replace("snd_breakout", "ppo_atari_snd"))
+            module.check(tyro.cli(module.Args, args=job.command[2:]))
+        for job in jobs:
+            assert job.game in (GAMES if "procgen" in job.script else atari)
 
 
 def test_slurm_prints_an_array(tmp_path, capsys):
     """One task a cell, valid shell, and each task's command names its cell alone."""
     assert run.main(["--suite", "gpu", "--launcher", "slurm", "--results", str(tmp_path)]) == 0
     script = capsys.readouterr().out
-    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     cells = run.jobs_of("gpu")
     assert f"--array=0-{len(cells) - 1}\n" in script
-    fake = tmp_path / "python"
-    fake.write_text('#!/bin/bash\necho "$@"; exit 7\n')
-    fake.chmod(0o755)
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$@"; exit 7\n')
+    (tmp_path / "python").chmod(0o755)
     environment = os.environ | dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_ARRAY_TASK_ID="3")
     done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, cwd=tmp_path)
     folders = f"--runs {tmp_path}/runs --results {tmp_path}"
     expected = f"benchmark/run.py --suite gpu --max-minutes 0 {folders} --exactly --only"
-    assert done.stdout.strip() == f"{expected} {cells[3].name}"
+    assert done.stdout.strip() == f"{expected} {cells[3].name}" and not done.stderr
     assert done.returncode == 7  # a failure is one for Slurm, too
     assert run.main(["--suite", "gpu", "--exactly", "--only", cells[3].name, "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -224,7 +187,7 @@ def test_slurm_prints_an_array(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_ray_cluster_of_two_nodes(tmp_path, monkeypatch, capsys):
-    """Every cell is a task of the cluster, both nodes work, results and failures come back, nothing is run twice."""
+    """Every cell is a task of the cluster, both nodes work, results and failures come back."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -235,14 +198,13 @@ def test_ray_cluster_of_two_nodes(tmp_path, monkeypatch, capsys):
         rows = [("ppo_procgen", ["starpilot", "nogame"], 3, f"{TINY} --total-timesteps 2048")]
         ray_flags = ["--launcher", "ray", "--ray-address", cluster.address, "--ray-cpus", "1"]
         assert bench(tmp_path, monkeypatch, rows, *ray_flags) == 1
-        out = capsys.readouterr().out
-        nodes = {line.split(" on ")[1] for line in out.splitlines() if " on " in line}
-        assert len(nodes) == 2 and out.count("done ") == 3 and out.count("failed ") == 3
-        for seed in (1, 2, 3):
-            found = result(tmp_path, f"ppo_procgen/starpilot/seed{seed}")
-            assert found["status"] == "done" and found["steps"] == 2048 and found["git"]
-            assert "nogame" in result(tmp_path, f"ppo_procgen/nogame/seed{seed}")["error"]
-        assert bench(tmp_path, monkeypatch, rows, *ray_flags) == 0 and " on " not in capsys.readouterr().out
     finally:
         ray.shutdown()
         cluster.shutdown()
+    out = capsys.readouterr().out
+    nodes = {line.split(" on ")[1] for line in out.splitlines() if " on " in line}
+    assert len(nodes) == 2 and out.count("done ") == 3 and out.count("failed ") == 3
+    for seed in (1, 2, 3):
+        found = result(tmp_path, f"ppo_procgen/starpilot/seed{seed}")
+        assert found["status"] == "done" and found["steps"] == 2048 and found["git"]
+        assert "nogame" in result(tmp_path, f"ppo_procgen/nogame/seed{seed}")["error"]

@@ -1,10 +1,14 @@
 """The variants of the scripts, benchmark/variants/: each as a user runs it, and what is its own."""
 
 import copy
+import csv
 import importlib
 import json
+import runpy
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,75 +17,80 @@ import torch
 from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
 FOLDER = ROOT / "benchmark" / "variants"
-TINY = """--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 --eval-episodes 2 --device cpu
---torch-threads 1 --env-threads 1 --run-name x --quiet"""
+STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
+ITERATION = "--num-envs 4 --num-steps 16 --minibatch-size 32 --torch-threads 1 --env-threads 1 --quiet"
+LEAPER = "--env-id leaper --channels 4 4 4"
+BONUS = "--warmup-steps 3 --update-epochs 1"
 OWN = {
-    "procgen_augment": "--env-id leaper --channels 4 4 4 --augment flip translate crop rotate pad_crop",
-    "impala_augment": "--env-id leaper --channels 4 4 4 --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
-    "procgen_rnd": "--env-id leaper --channels 4 4 4",
-    "snd_procgen": "--env-id jumper --snd-features 8 --warmup-steps 3 --update-epochs 1",
-    "rnd_michalnand": "--config ppo_rnd_b2 --warmup-steps 3 --update-epochs 1 --max-episode-steps 30",
+    "procgen_augment": f"{LEAPER} --augment flip translate crop rotate pad_crop",
+    "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
+    "procgen_rnd": LEAPER,
+    "snd_procgen": f"--env-id jumper --snd-features 8 {BONUS}",
+    "snd_breakout": f"--env-id Breakout --snd-features 8 --max-episode-steps 30 {BONUS}",
+    "rnd_michalnand": f"--config ppo_rnd_b2 --snd-features 8 --max-episode-steps 30 {BONUS}",
 }
-RESUMED = ["procgen_rnd"]
-
-
-def run(folder, *words):
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_runs(name, tmp_path):
-    """As typed, shrunk: two iterations and an evaluation; one variant of each kind goes on, and is played again."""
-    run(tmp_path, FOLDER / f"{name}.py", *OWN[name].split(), *TINY.split())
-    folder = tmp_path / "runs" / "x"
-    own = json.loads((folder / "eval.json").read_text())
-    assert json.loads((folder / "config.json").read_text())["script"] == name
-    if name in RESUMED:
-        out = tmp_path / "out.json"
-        run(tmp_path, ROOT / "benchmark" / "evaluate.py", folder, "--episodes", 2, "--out", out)
-        assert json.loads(out.read_text()) == own and own["step"] == 128
-        run(tmp_path, FOLDER / f"{name}.py", "--resume", folder, "--total-timesteps", 192)
-        assert json.loads((folder / "eval.json").read_text())["step"] == 192
 
 
 @pytest.fixture
 def variant(monkeypatch):
-    """variant(name): its module, imported anew; after the test its script is as it was."""
-    monkeypatch.syspath_prepend(FOLDER)
-    scripts = [importlib.import_module(path.stem) for path in ROOT.glob("*.py")]
-    before = [dict(vars(script)) for script in scripts]
+    """variant(name): its module, imported anew with its script, which it finds itself; all others keep theirs."""
+    before = {name: sys.modules.pop(name) for name in STEMS if name in sys.modules}
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *(path for path in sys.path if Path(path).resolve() != ROOT)])
     yield importlib.import_module
-    for path in FOLDER.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-    for script, names in zip(scripts, before, strict=True):
-        vars(script).update(names)
+    for name in STEMS:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
 
 
-def moved(augment, frames, name, *draws):
-    """All rows moved with these draws of [0, 1)."""
-    draws = torch.tensor([[0.0, *draws]]).repeat(len(frames), 1)
-    return augment(torch.from_numpy(frames), (name,), 0.5, draws).numpy()
+@pytest.mark.parametrize("name", OWN)
+def test_runs(variant, name, tmp_path, monkeypatch):
+    """As typed, shrunk: two iterations and an evaluation; a variant with a state goes on, and is played again."""
+    module = variant(name)
+    for part in {"Args", "Agent", "SND", "Logger", "make_envs"} & vars(module).keys():
+        assert getattr(module.script, part) is getattr(module, part)  # of the script, too
+    monkeypatch.chdir(tmp_path)
+
+    def run(file, *words):
+        for stem in STEMS:
+            sys.modules.pop(stem, None)
+        monkeypatch.setattr(sys, "argv", [str(file), *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(file), run_name="__main__")
+        assert end.value.code == 0
+
+    folder, file = tmp_path / "runs" / "x", FOLDER / f"{name}.py"
+    small = "--total-timesteps 128 --eval-episodes 2 --run-name x".split()
+    run(file, *ITERATION.split(), *OWN[name].split(), *small)
+    own = json.loads((folder / "eval.json").read_text())
+    assert json.loads((folder / "config.json").read_text())["script"] == name and own["step"] == 128
+    if name == "procgen_rnd":
+        run(ROOT / "benchmark" / "evaluate.py", folder, "--episodes", 2, "--out", tmp_path / "out.json")
+        assert json.loads((tmp_path / "out.json").read_text()) == own
+        run(file, "--resume", folder, "--total-timesteps", 192)
+        assert json.loads((folder / "eval.json").read_text())["step"] == 192
 
 
 def test_augmentations_by_hand(variant):
     """Each against NumPy, or where it must send a dot and a ramp; a row that draws no move stays."""
     augment = variant("procgen_augment").augment
+
+    def moved(frames, name, *draws):
+        draws = torch.tensor([[0.0, *draws, 0]]).repeat(len(frames), 1)
+        return augment(torch.from_numpy(frames), (name,), 0.5, draws).numpy()
+
     frames = np.random.default_rng(0).integers(0, 256, (2, 6, 64, 64), np.uint8)
-    assert (moved(augment, frames, "flip", 0.4, 0.6, 0) == frames[..., ::-1]).all()
-    assert (moved(augment, frames, "flip", 0.6, 0.4, 0) == frames[..., ::-1, :]).all()
-    shift = moved(augment, frames, "translate", 11.5 / 17, 0.5 / 17, 0)  # 3 to the left, 8 down
+    assert (moved(frames, "flip", 0.4, 0.6) == frames[..., ::-1]).all()
+    assert (moved(frames, "flip", 0.6, 0.4) == frames[..., ::-1, :]).all()
+    shift = moved(frames, "translate", 11.5 / 17, 0.5 / 17)  # 3 to the left, 8 down
     assert (shift == np.roll(frames, (8, -3), (2, 3))).all()
     padded = np.pad(frames, [(0, 0), (0, 0), (10, 10), (10, 10)], "reflect")
-    assert (moved(augment, frames, "pad_crop", 0.5 / 21, 14.5 / 21, 0) == padded[..., 14:78, 0:64]).all()
+    assert (moved(frames, "pad_crop", 0.5 / 21, 14.5 / 21) == padded[..., 14:78, 0:64]).all()
     ramp = np.zeros((1, 3, 64, 64), np.uint8) + 4 * np.arange(64, dtype=np.uint8)
-    crop = moved(augment, ramp, "crop", 0, 0, 0)[0, 0]  # three quarters of the side, from the left
+    crop = moved(ramp, "crop", 0, 0)[0, 0]  # three quarters of the side, from the left
     np.testing.assert_allclose(crop, np.tile(3 * np.arange(64), (64, 1)), atol=0.51)
     dot = np.zeros((1, 3, 64, 64), np.uint8)
     dot[..., 31:33, 51:53] = 255  # 20 to the right of the centre
-    turned = moved(augment, dot, "rotate", 1, 0, 0)[0, 0].astype(float)
+    turned = moved(dot, "rotate", 1, 0)[0, 0].astype(float)
     y, x = (np.indices((64, 64)) * turned).sum((1, 2)) / turned.sum() - 31.5
     np.testing.assert_allclose([x, y], 20 * np.array([np.cos(np.pi / 9), -np.sin(np.pi / 9)]), atol=0.2)
     draws = torch.tensor([[0.4, 0, 0, 0], [0.5, 0, 0, 0]])
@@ -148,22 +157,19 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
 def test_exploration_envs_reset_in_the_next_step(variant):
     """The row of an end shows the frame before it, the row after it plays a no-op, has no reward and begins a game."""
     module = variant("snd_procgen")
-    ends = [
-        [([3.0, -2.0, 5.0], "terminated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")],
-        [([1.0] * 9, "terminated")],
-    ]
-    games = FakeVecEnv(ends, SAME_STEP, num_actions=15, shape=(6, 64, 64))
+    first = [([3.0, -2.0, 5.0], "terminated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")]
+    games = FakeVecEnv([first, [([1.0] * 9, "terminated")]], SAME_STEP, num_actions=15, shape=(6, 64, 64))
     envs = module.ExplorationEnvs(games, 0, seed=1)
     assert envs.metadata["autoreset_mode"] == NEXT_STEP and envs.single_observation_space.shape == (2, 128, 128)
-    obs, _ = envs.reset()
+    envs.reset()
     rows = []
     for _ in range(6):
         obs, reward, terminated, truncated, _ = envs.step(np.full(2, 9))
         _, game, step = module.unpack(torch.from_numpy(obs))[0, 0, 0, :3].tolist()
-        rows.append((game, step, reward[0], terminated[0], truncated[0]))
-    ended, going_on = (True, False), (False, False)
-    expected = [(0, 1, 1, *going_on), (0, 2, -1, *going_on), (0, 2, 1, *ended), (2, 0, 0, *going_on)]
-    assert rows == [*expected, (2, 1, 0, *going_on), (2, 1, 1, *ended)]  # game 1 was over in its no-op
+        assert not truncated.any()
+        rows.append((game, step, reward[0], terminated[0]))
+    expected = [(0, 1, 1, False), (0, 2, -1, False), (0, 2, 1, True), (2, 0, 0, False)]
+    assert rows == [*expected, (2, 1, 0, False), (2, 1, 1, True)]  # game 1 was over in its no-op
     assert [actions.tolist() for actions in games.actions] == [[9, 9]] * 3 + [[4, 9], [9, 9], [9, 9]]
     envs.random_action = 1
     for _ in range(60):
@@ -185,6 +191,20 @@ def test_snd_sees_the_colours_of_the_newest_frame(variant):
     x = torch.from_numpy(frames[:, 3:]).float() / 255
     error = (snd.predictor(x) - snd.target(x)).square()
     np.testing.assert_allclose(snd.errors(packed[:, -1:]).detach(), error.detach(), rtol=1e-5)
+
+
+def test_pixelated_frames(variant, monkeypatch):
+    """Half of the frames at half the resolution, a quarter at a quarter; then lost pixels and noise."""
+    module = variant("snd_breakout")
+    shares = []
+    monkeypatch.setattr(module, "chance", lambda share, x, *size: shares.append(share) or torch.tensor(share > 0.2))
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    x = torch.rand(2, 1, 8, 8)
+    half = x.reshape(2, 1, 4, 2, 4, 2).mean((3, 5)).reshape(2, 1, 2, 2, 2, 2).mean((3, 5))
+    expected = half.repeat_interleave(4, 2).repeat_interleave(4, 3) - 0.2
+    np.testing.assert_allclose(module.script.hide_tiles(x), expected, atol=1e-6)
+    assert shares == [0.5, 0.25, 0.1, 0.125]
+    assert module.script.SND(84, module.script.Args()).target[0].weight.shape == (32, 1, 8, 8)
 
 
 WEIGHTS = {  # of the trunks, by hand; width of the critic and gain of its weights
@@ -212,9 +232,8 @@ def test_policies_of_michalnand(variant, config):
         if config == "ppo_rnd_d0":
             attention, x = agent.trunk[2], torch.randn(1, 128, 3, 3)
             query, key, value = [linear.weight @ x.flatten(2)[0] for linear in attention.qkv]  # (128, 9)
-            mixed = [(query[:, i] @ key).softmax(0) @ value.T for i in range(9)]  # of each position, from all
-            mixed = torch.stack(mixed, 1)
-            mixed += (attention.mix.weight[:, :, 0, 0] @ mixed).relu()
+            mixed = (query.T @ key).softmax(1) @ value.T  # of each position, from all
+            mixed = mixed.T + (attention.mix.weight[:, :, 0, 0] @ mixed.T).relu()
             np.testing.assert_allclose(attention(x)[0], mixed.view(128, 3, 3), atol=1e-4)
 
 
@@ -232,12 +251,126 @@ def test_bonus_of_michalnand(variant):
             x = (frames - frames.double().mean(0)).float() / 255
             error = (rnd.predictor(x) - rnd.target(x)).square()
             bonuses[config] = args.eta * rnd.errors(frames).mean(1)
+        # Its loss has no deviation.
+        np.testing.assert_allclose(rnd.errors(frames).detach(), error, rtol=1e-2, atol=1e-6)
         if config == "ppo_rnd_b0":
-            np.testing.assert_allclose(bonuses[config], error.sum(1) / 2, rtol=1e-3)
-        np.testing.assert_allclose(
-            rnd.errors(frames).detach(), error, rtol=1e-2, atol=1e-6
-        )  # its loss has no deviation
-    raw = bonuses["ppo_rnd_b0"]
+            raw = bonuses[config]
+            np.testing.assert_allclose(raw, error.sum(1) / 2, rtol=1e-3)
     np.testing.assert_allclose(bonuses["ppo_rnd_b2"], raw / raw.std(correction=0), rtol=0.05)
     last = torch.cat([rnd.target[9].weight, rnd.predictor[9].weight]).detach()  # of rnd_1
     np.testing.assert_allclose(last @ last.T, 2 * np.eye(1024), atol=1e-3)
+
+
+def untimed(run):
+    """Rows of a run's metrics.csv without their times."""
+    with open(run / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: x for name, x in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def weights(run):
+    saved = torch.load(run / "checkpoint.pt", weights_only=True)
+    return torch.cat([x.flatten().double() for x in saved["agent"].values()])
+
+
+def test_pbt_trial_goes_on_with_the_copy_of_a_better_one(variant, tmp_path):
+    """The whole run is copied; then its own seed, number of steps and present numbers count, not the other's."""
+    pbt, trials = variant("pbt"), []
+    args = variant("ppo_procgen").Args(env_id="leaper", num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4))
+    args.run_dir, args.update_epochs, args.eval_episodes, args.quiet = str(tmp_path), 1, 0, True
+    for number in range(2):
+        trial = object.__new__(type("Alone", (pbt.Trial,), {"trial_id": f"x_0000{number}", "iteration": 0}))
+        trial.setup({}, pbt.Options("ppo_procgen", str(tmp_path), slice_steps=150), args)
+        trial.config = {"lr": 1e-3 * (number + 1), "ent_coef": 0.01}
+        assert trial.step()["step"] == 128  # whole iterations
+        trials.append(trial)
+    better, worse = trials
+    assert not torch.equal(weights(better.run), weights(worse.run))
+    better.save_checkpoint(tmp_path / "copy")
+    worse.load_checkpoint(tmp_path / "copy")
+    assert torch.equal(weights(better.run), weights(worse.run))
+    for trial in trials:
+        trial.config = {"lr": 8e-4, "ent_coef": 0.02}
+        type(trial).iteration = 1
+        assert trial.step()["step"] == 256
+    ours, theirs = [untimed(trial.run) for trial in trials]
+    assert ours[:2] == theirs[:2] and ours[2] != theirs[2]  # the same past, other games since
+    assert [float(row["train/lr"]) for row in theirs] == [1e-3, 1e-3, 8e-4, 8e-4]
+    flags = json.loads((worse.run / "config.json").read_text())["args"]
+    assert flags["seed"] == args.seed + 1 and flags["ent_coef"] == [0.02]
+
+    (tmp_path / "metrics.csv").write_text("step,episode/return,episode/count\n10,100,5\n20,1,3\n30,,0\n40,5,1\n")
+    assert pbt.mean_return(tmp_path, 10) == 2.0 and pbt.mean_return(tmp_path, 40) == -np.inf
+
+
+PBT = f"{LEAPER} --num-envs 16 --num-steps 32 --minibatch-size 64 --torch-threads 1".split()
+
+
+@pytest.mark.slow
+def test_pbt_exploits_and_explores(tmp_path):
+    """As typed, by Ray. Hardly learning, trials of two seeds end with equal weights only if one copied the other."""
+    command = [sys.executable, FOLDER / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
+    command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e-8 --".split()
+    subprocess.run([*command, *PBT], check=True, capture_output=True, timeout=1800)
+    (line,) = (tmp_path / "pbt" / "tune" / "pbt_global.txt").read_text().splitlines()
+    worse, better, _, _, before, after = json.loads(line)
+    runs = [tmp_path / "pbt" / f"trial_{name.split('_')[0]}" for name in (worse, better)]
+    assert (weights(runs[0]) - weights(runs[1])).abs().max() < 1e-5
+    copied, own = map(untimed, runs)
+    assert copied[:2] == own[:2] and copied[2] != own[2] and len(copied) == 4
+    assert after["lr"] != before["lr"] and after["ent_coef"] != before["ent_coef"]
+    assert [float(row["train/lr"]) for row in copied[1:3]] == pytest.approx([before["lr"], after["lr"]], rel=1e-5)
+    assert float(own[2]["train/lr"]) == pytest.approx(before["lr"], rel=1e-5)
+
+
+def test_pbt_refuses_in_one_line(variant, tmp_path, capsys):
+    pbt = variant("pbt")
+    assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--slice-steps", "100", "--", *PBT]) == 2
+    assert pbt.main(["ppo_procgen", str(tmp_path), "--slice-steps", "512", "--", *PBT]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and "--total-timesteps 100" in errors[0] and "exists" in errors[1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
+    hub, run, folder = variant("hub"), tmp_path / "run", tmp_path / "run-hub"
+    run.mkdir()
+    arguments = [str(run), "user/name", "--dry-run"]
+    assert hub.main(arguments) == 2 and not folder.exists()
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "eval.json" in error
+
+    flags = vars(variant("appo_atari").Args()) | {"env_id": "Pong", "run_dir": "x"}
+    flags |= {"vtrace": True, "anneal_lr": False, "lr": [0, 5e-4, 1e6, 1e-4]}
+    config = {"script": "appo_atari", "args": flags, "git": "abc123", "torch": "2.13.0", "cpu": "EPYC", "gpu": None}
+    (run / "config.json").write_text(json.dumps(config | {"ranks": 1}))
+    scores = {"mean": 16.561, "stderr": 2.567, "returns": [14.0, 19.122], "lengths": [9, 9]}
+    (run / "eval.json").write_text(json.dumps({"step": 499712, "splits": {"game": scores}}))
+    (run / "metrics.csv").write_text("step\n499712\n")
+    torch.save({"step": 499712}, run / "checkpoint.pt")
+    (run / "film.mp4").write_text("film")
+    assert hub.main(arguments) == 0
+    card = (folder / "README.md").read_text()
+    (metric,) = json.loads(card.split("---\n")[1])["model-index"][0]["results"][0]["metrics"]
+    assert metric["value"] == "16.56 +/- 2.57" and "| game | 16.56 +/- 2.57 | 2 |" in card
+    for part in ("appo_atari.py on Pong", "499,712", "abc123", "torch 2.13.0", "numpy", "EPYC", "(replay.mp4)"):
+        assert part in card
+    command = "    python appo_atari.py --env-id Pong --lr 0 0.0005 1000000.0 0.0001 --no-anneal-lr --vtrace\n"
+    assert command in card
+    files = ["README.md", "checkpoint.pt", "config.json", "eval.json", "metrics.csv", "replay.mp4"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+
+    assert "huggingface_hub" not in sys.modules  # the dry run did not need it
+    sent = []
+    api = types.SimpleNamespace(
+        create_repo=lambda name, exist_ok: types.SimpleNamespace(repo_id=name),
+        upload_folder=lambda repo_id, folder_path: sent.append((repo_id, folder_path)),
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
+    assert hub.main(arguments[:2]) == 0 and sent == [("user/name", folder)]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
+    capsys.readouterr()
+    assert hub.main(arguments[:2]) == 2 and capsys.readouterr().err.count("\n") == 1
+
+    torch.save({"step": 500000}, run / "checkpoint.pt")  # went on after its evaluation
+    assert hub.main(arguments) == 2 and "checkpoint.pt of 500000" in capsys.readouterr().err
