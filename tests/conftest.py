@@ -187,8 +187,18 @@ class RareDoor(gym.vector.VectorEnv):
         return self.frames(), ended.astype(np.float32), ended, cut, {}
 
 
-class Games(Noisy):
-    """Frames differ much, also those of a stack; a reset begins new games, as every real environment's does."""
+class Games(FakeVecEnv):
+    """Frames differ much, also those of a stack; a reset begins new games, as every real environment's does.
+
+    Shows `noise` in the final frame of an episode, which only the dummy row holds.
+    """
+
+    noise = 0
+
+    def frames(self):
+        frames = super().frames()
+        frames[self.over] ^= self.noise
+        return frames
 
     def reset(self, *, seed=None, options=None):
         for env in np.flatnonzero((self.t > 0) | self.over):
