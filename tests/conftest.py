@@ -1,5 +1,6 @@
 """What all tests share: a fake vector env that can falsify a training loop."""
 
+import csv
 import importlib
 import sys
 from pathlib import Path
@@ -185,3 +186,37 @@ class RareDoor(gym.vector.VectorEnv):
         cut = (self.t >= self.limit) & ~ended & ~fresh
         self.over, self.reached = ended | cut, self.reached + int(ended.sum())
         return self.frames(), ended.astype(np.float32), ended, cut, {}
+
+
+class Snow(FakeVecEnv):
+    """Every frame is noise of its own, so that values vary."""
+
+    def frame(self, env):
+        seeds = [env, int(self.episode[env]), int(self.t[env])]
+        return np.random.default_rng(seeds).integers(0, 256, self.shape, np.uint8)
+
+
+def read(folder):
+    """The rows of a run's metrics.csv."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def impala_network(weights, obs, shift=128, pool="avg"):
+    """The Procgen scripts' network in float64 from a dict of weights, with TensorFlow's SAME padding made explicit."""
+    import torch.nn.functional as F
+
+    def conv(x, name):
+        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
+
+    def linear(x, name):
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    x = (obs.double() - shift) / 255
+    for i in range(3):
+        x = F.max_pool2d(F.pad(conv(x, f"convs.{i}"), (0, 1, 0, 1), value=-np.inf), 3, stride=2)
+        for j in range(2):
+            x = x + conv(conv(x.relu(), f"blocks.{i}.{j}.conv1").relu(), f"blocks.{i}.{j}.conv2")
+    x = (x.mean((2, 3)) if pool == "avg" else x.flatten(1)).relu()
+    x = linear(x, "hidden").relu()
+    return linear(x, "policy"), linear(x, "value")[:, 0]
