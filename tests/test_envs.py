@@ -30,7 +30,8 @@ def test_env_contract(maker):
     n, shape, num_actions = envs.num_envs, envs.single_observation_space.shape, envs.single_action_space.n
     obs, _ = envs.reset()
     assert obs.shape == (n, *shape) and obs.dtype == np.uint8 and len(shape) == 3
-    next_step = envs.metadata["autoreset_mode"] == NEXT_STEP
+    next_step = maker in ("fake next-step", "envpool")
+    assert envs.metadata["autoreset_mode"] == (NEXT_STEP if next_step else SAME_STEP)
     ends, over = 0, np.zeros(n, bool)
     for _ in range(300):
         obs, reward, ended, cut, info = envs.step(rng.integers(num_actions, size=n))
@@ -69,6 +70,8 @@ def test_procgen_stack_and_reset():
     for _ in range(150):
         action = rng.integers(15, size=4)
         frame, _, first, _, _ = single.step(action)
+        _, now, _ = single.unwrapped.env.observe()
+        assert (frame == now["rgb"].transpose(0, 3, 1, 2)).all()
         history = [*history[1:], frame]
         history = [np.where(first[:, None, None, None], frame, old) for old in history]
         ends += first.sum()
@@ -96,5 +99,5 @@ def test_seed_streams_disjoint():
     """Runs of neighbouring seeds, and training and evaluation of one run, play other levels; equal seeds the same."""
     names = ((1, "training"), (2, "training"), (1, "test"))
     streams = [level_seeds(seed=seed, stream=stream) for seed, stream in names]
-    assert len(set.union(*streams)) == sum(map(len, streams)) > 30
+    assert len(set.union(*streams)) == sum(map(len, streams)) > 20
     assert level_seeds(seed=1) == streams[0]

@@ -187,12 +187,12 @@ def test_what_is_refused(tmp_path):
 
 
 def test_learns_the_rewarded_action(tmp_path):
-    """On the fake env that pays for the action a frame tells: chance is 0.25, one action for two of four signs 0.5."""
+    """On the fake env that pays for the action a frame tells: chance is 0.25."""
     envs = [FakeVecEnv([[([0.0] * 8, "terminated")]] * 8, SAME_STEP, shape=(3, 8, 8), learn=True)]
-    options = dict(num_envs=8, minibatch_size=128, lr=(2e-3,), gamma=0.5, ent_coef=(0.02,), max_grad_norm=0)
-    run(tmp_path, envs, 150, **options)
+    options = dict(num_envs=8, minibatch_size=128, update_epochs=2, lr=(4e-3,), gamma=0.5, max_grad_norm=0)
+    run(tmp_path, envs, 40, ent_coef=(0.02,), **options)
     returns = [float(row["episode/return"]) for row in read(tmp_path / "run")]
-    assert max(np.mean(returns[i : i + 20]) for i in range(0, 140, 20)) > 0.65 * 8
+    assert np.mean(returns[-10:]) > 0.8 * 8
 
 
 @pytest.mark.slow
