@@ -307,3 +307,37 @@ def plain_standardised(frames, shown, limit):
     everything = np.concatenate(shown)
     x = frames.double().numpy() - everything.sum(0) / (len(everything) + 1e-4)
     return frames.new_tensor(np.clip(x / plain_deviation(everything), -limit, limit), dtype=float)
+
+
+class Snow(FakeVecEnv):
+    """Every frame is noise of its own, so that values vary."""
+
+    def frame(self, env):
+        seeds = [env, int(self.episode[env]), int(self.t[env])]
+        return np.random.default_rng(seeds).integers(0, 256, self.shape, np.uint8)
+
+
+def read(folder):
+    """The rows of a run's metrics.csv."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def impala_network(weights, obs, shift=128, pool="avg"):
+    """The Procgen scripts' network in float64 from a dict of weights, with TensorFlow's SAME padding made explicit."""
+    import torch.nn.functional as F
+
+    def conv(x, name):
+        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
+
+    def linear(x, name):
+        return F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    x = (obs.double() - shift) / 255
+    for i in range(3):
+        x = F.max_pool2d(F.pad(conv(x, f"convs.{i}"), (0, 1, 0, 1), value=-np.inf), 3, stride=2)
+        for j in range(2):
+            x = x + conv(conv(x.relu(), f"blocks.{i}.{j}.conv1").relu(), f"blocks.{i}.{j}.conv2")
+    x = (x.mean((2, 3)) if pool == "avg" else x.flatten(1)).relu()
+    x = linear(x, "hidden").relu()
+    return linear(x, "policy"), linear(x, "value")[:, 0]

@@ -105,7 +105,11 @@ def test_files_of_a_run(script, capfd):
     out, error = capfd.readouterr()
     assert not error and "Gym" not in out  # gym's banner
     assert re.match(r"runs/a: steps 0 to 192, cpu, 1 torch and \d+ env threads\n", out)
-    assert re.findall(r"^step (\d+)  return (?:-|[-\d.]+)  [\d,]+ steps/s  \d+ min left$", out, re.M) == ["64", "128", "192"]
+    assert re.findall(r"^step (\d+)  return (?:-|[-\d.]+)  [\d,]+ steps/s  \d+ min left$", out, re.M) == [
+        "64",
+        "128",
+        "192",
+    ]
     assert len(re.findall(rf"^{split}: return .*2 games", out, re.M)) == 2
     config = json.loads((folder / "config.json").read_text())
     assert config["script"] == script.name and config["args"]["num_envs"] == 4 and config["ranks"] == 1
