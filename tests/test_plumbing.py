@@ -141,9 +141,10 @@ SWITCHES = [(dict(precision="bf16"), 0.1), pytest.param(dict(compile=True), 1e-3
 
 @each(SCRIPTS)
 @pytest.mark.parametrize("switch, error", SWITCHES)
-def test_environments_of_ones_own_and_switches(script, switch, error):
+def test_environments_of_ones_own_and_switches(script, switch, error, monkeypatch):
     """Their name is recorded, the agent comes back; autocast and the compiler change neither its kind nor much else."""
-    norms, saved = [], []
+    norms, saved, compiled, compiler = [], [], [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda network: compiled.append(network) or compiler(network))
     for name, options in (("a", {}), ("b", switch)):
         result = script.train(script.fake(num_actions=1), run_name=name, **options)
         config = json.loads((script.folder.parent / name / "config.json").read_text())
@@ -152,7 +153,8 @@ def test_environments_of_ones_own_and_switches(script, switch, error):
         saved.append(dict(load(script.folder.parent / name)["agent"]))
         assert isinstance(result["agent"], script.module.Agent)
         assert equal(dict(result["agent"].state_dict()), saved[-1])
-    assert norms[1] == pytest.approx(norms[0], rel=error) and norms[1] != norms[0]
+    assert norms[1] == pytest.approx(norms[0], rel=error)
+    assert len(compiled) == 1 if "compile" in switch else norms[1] != norms[0]
     torch.testing.assert_close(saved[1], saved[0], rtol=error, atol=error / 10)  # dtypes and names too
     for wrong in (script.fake(num_envs=3), FakeVecEnv(random_episodes(4), script.other, shape=script.shape)):
         with pytest.raises(script.module.UsageError, match="--num-envs"):
