@@ -18,10 +18,9 @@ unlike RND's the target learns too, by a contrastive loss of pairs from the whol
 by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run 21 of
 michalnand's "cnd" series; $PAPER has the settings of the paper's code.
 
-Measured: no score at published lengths yet. After 384 SGD steps on Pitfall's first screen the bonus
-on its other screens is higher (in brackets: by untrained networks; one seed) 69 times with SND-V
-(7), 72 with SND-VIC (1.0), 0.98 with SND-STD (1.0), whose features grow faster than the predictor
-follows.
+Measured: no score at published lengths yet. After 384 SGD steps on Pitfall's first screen, the
+bonus on its other screens over the bonus there (in brackets: of untrained networks; one seed):
+SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0), whose features still grow then.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:

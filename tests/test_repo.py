@@ -17,7 +17,7 @@ SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 8
     "ppo_procgen": (780, 36.8),
     "impala_procgen": (864, 41.3),
     "ppo_atari_rnd": (907, 44.6),
-    "ppo_atari_snd": (987, 48.5),
+    "ppo_atari_snd": (986, 48.5),
     "appo_atari": (978, 47.7),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
