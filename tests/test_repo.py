@@ -16,7 +16,7 @@ from conftest import ROOT
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
     "ppo_procgen": (780, 36.8),
     "impala_procgen": (864, 41.3),
-    "ppo_atari_rnd": (907, 44.6),
+    "ppo_atari_rnd": (909, 44.8),
     "ppo_atari_snd": (986, 48.5),
     "appo_atari": (978, 47.7),
 }
