@@ -117,7 +117,7 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = 1000  # rows of weights this many SGD steps old are masked; 64 is reached
+    max_policy_lag: int = 1000  # rows of weights this many SGD steps old are masked; default: <= 64
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
@@ -610,8 +610,12 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         return logits.unflatten(0, obs.shape[:2]), value.view(obs.shape[:2])
 
     def save(name: str):
-        state = {"step": step, "best": best}
-        state |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "step": step,
+            "best": best,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         logger.save(name, state)
 
     logger = Logger(args, device, step, total)

@@ -516,8 +516,12 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         return torch.cat(logits).unflatten(0, obs.shape[:2]), torch.cat(values).view(obs.shape[:2])
 
     def save(name: str):
-        state = {"step": step, "best": best}
-        state |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "step": step,
+            "best": best,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         logger.save(name, state)
 
     logger = Logger(args, device, step, total)

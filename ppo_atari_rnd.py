@@ -493,9 +493,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             return network(obs, memory, valid)
 
     def save(name: str):
-        state = {"step": step, "best": best, "rooms_ever": torch.from_numpy(rooms_ever)}
-        state |= {"agent": agent.state_dict(), "rnd": rnd.state_dict()}
-        state |= {"optimizer": optimizer.state_dict()}
+        state = {
+            "step": step,
+            "best": best,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "rnd": rnd.state_dict(),
+            "rooms_ever": torch.from_numpy(rooms_ever),
+        }
         logger.save(name, state)
 
     # Row t = (obs_t, memory_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},

@@ -413,8 +413,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             return network(obs)
 
     def save(name: str):
-        state = {"step": step, "best": best, "kl_coef": kl_coef, "normalizer": normalizer.sums}
-        state |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "step": step,
+            "best": best,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "kl_coef": kl_coef,
+            "normalizer": normalizer.sums,
+        }
         logger.save(name, state)
 
     # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, done_{t+1})

@@ -14,11 +14,11 @@ import tyro
 from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (780, 36.8),
-    "impala_procgen": (864, 41.3),
-    "ppo_atari_rnd": (909, 44.8),
-    "ppo_atari_snd": (986, 48.5),
-    "appo_atari": (978, 47.7),
+    "ppo_procgen": (786, 36.9),
+    "impala_procgen": (868, 41.4),
+    "ppo_atari_rnd": (914, 44.8),
+    "ppo_atari_snd": (991, 48.6),
+    "appo_atari": (982, 47.8),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five files ---\n"
