@@ -10,13 +10,12 @@ r"""Asynchronous PPO (APPO) on Atari: the learner of Sample Factory in one file.
 Sample Factory: Petrenko et al. 2020, arXiv:2006.11751, in the setting of M. Stammers' model card
 for Asteroids. V-trace: Espeholt et al. 2018, arXiv:1802.01561. Groups of environments are stepped
 by a thread each, with the newest weights, while the learner trains on what is complete (--compile
-and --precision are the learner's only).
+and --precision change the learner only).
 
-Measured with the second command on 2 CPU cores: Pong, `--total-timesteps 500000`, 16.6 +- 2.6
-(standard error over 3 seeds); one seed of 4M steps, stopped at 0.85M: 19.4. Steps a second, with 16
-environments: 2.1
-times Sample Factory 2.1.1's (two pairs of runs). All of it before the value clip was corrected.
-The default setting was not run yet.
+Measured with the second command on 2 CPU cores, in evaluations of 100 games: Pong after 500,000
+steps 16.6 +- 2.6 (standard error over 3 seeds); one seed of 4M steps, stopped at 0.85M: 19.4. Steps
+a second, with 16 environments: 2.1 times Sample Factory 2.1.1's (two pairs of runs). All these are
+of an earlier version, whose value clip had another centre. The default setting was not run yet.
 
 Unlike a textbook PPO, as in Sample Factory:
 - the ratio is clipped to [1 / (1 + clip), 1 + clip], and clamped to [0.05, 20] before;
@@ -30,9 +29,10 @@ Departures, effects not measured:
 - 32 environments for one policy (theirs 16 for each of two: run a second seed);
 - a game cut at the time limit bootstraps from its last observation (Sample Factory adds gamma V
   only with `value_bootstrap`, which the card sets to false: the cut is an end);
-- the learning rate falls to 0 (theirs, counting frames against samples, to 0.75 of the first);
+- the learning rate falls to 0 (theirs to 0.75 of the first, for its end is counted in frames);
 - GAE's values are denormalised by the actor's statistics, only the last one by the learner's
-  (theirs: all); frame statistics leave out the extra observation, return statistics masked rows;
+  (theirs: all by the learner's);
+- frame statistics leave out the extra observation, return statistics the masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
 - advantages' deviation is over n rows with a floor of 1e-4 (theirs n - 1 and 1e-7);
 - V-trace may be used with normalised returns (theirs refuses) and bootstraps from the observation
@@ -75,6 +75,10 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
 
 @dataclass
 class Args:
@@ -87,12 +91,12 @@ class Args:
     resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
-    env_threads: int = 0  # threads that step the environments; 0 = the core count
+    env_threads: int = 0  # threads that step a group's environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per split at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -117,7 +121,7 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = 1000  # rows of weights this many SGD steps old are masked; default: <= 64
+    max_policy_lag: int = 1000  # mask rows whose weights are this many SGD steps old (here: <= 64)
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
@@ -131,22 +135,23 @@ class Args:
 def check(args: Args):
     """Raise UsageError for settings that cannot work."""
     T = args.num_steps
-    dataset = args.minibatch_size * args.num_minibatches
+    num_rows = args.minibatch_size * args.num_minibatches
     if min(args.num_envs, args.num_groups, T, args.num_minibatches, args.update_epochs) < 1:
         flags = "--num-envs, --num-groups, --num-steps, --num-minibatches, --update-epochs"
         raise UsageError(f"{flags}: must be at least 1")
-    if min(args.num_batches_to_accumulate, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--num-batches-to-accumulate, --micro-batch, --eval-episodes: at least 0")
+    if min(args.seed, args.num_batches_to_accumulate, args.micro_batch, args.eval_episodes) < 0:
+        flags = "--seed, --num-batches-to-accumulate, --micro-batch, --eval-episodes"
+        raise UsageError(f"{flags}: at least 0")
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
     if args.minibatch_size < 2 or args.minibatch_size % T:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: a multiple of --num-steps {T}")
     rollout = args.num_envs // args.num_groups * T
-    if dataset % rollout:
+    if num_rows % rollout:
         rule = f"whole rollouts of a group, {rollout} rows each"
-        raise UsageError(f"--num-minibatches {args.num_minibatches}: {dataset} rows are not {rule}")
-    if args.total_timesteps < dataset * WORLD:
-        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {dataset * WORLD}")
+        raise UsageError(f"--num-minibatches {args.num_minibatches}: not {rule}")
+    if args.total_timesteps < num_rows * WORLD:
+        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {num_rows * WORLD}")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -242,7 +247,7 @@ def stream_seed(seed: int, stream: str) -> int:
 
 
 class Normalizer(nn.Module):
-    """Running mean and deviation, element by element, as Sample Factory begins and bounds them.
+    """Running mean and deviation, per element, with Sample Factory's first values and bounds.
 
     As if one row of mean 0 and deviation `unit` (255 for bytes) had been seen, and the variance is
     1e-5 * unit^2 larger.
@@ -450,31 +455,31 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` rollouts make a dataset,
-    `total` are played. While the learner waits for dataset d, rollouts up to the end of dataset
-    d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old when
-    their learning begins. With `ahead` = 0 actors wait while the learner trains.
+    `num_rollouts` are played. While the learner waits for dataset d, rollouts up to the end of
+    dataset d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old
+    when their learning begins. With `ahead` = 0 actors wait while the learner trains.
     """
 
-    def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
+    def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
         self.groups = groups
         self.threads = [ThreadPoolExecutor(1) for _ in groups]
         self.rollout = rollout
         self.T = T
         self.size = size
         self.ahead = ahead
-        self.total = total
+        self.num_rollouts = num_rollouts
         self.begun = 0
         self.queue = deque()  # futures of the rollouts that were begun and not taken
         self.stopped = threading.Event()
         self.publish(agent)
 
     def publish(self, agent):
-        """From its next step on an actor plays this copy, which nobody writes to: no lock."""
+        """An actor plays this copy from its next step on. Nobody writes to it, so: no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def dataset(self) -> list[dict]:
         """Begin what may be begun and wait for the next dataset; raises what an actor raised."""
-        while self.begun < self.total and len(self.queue) < (self.ahead + 1) * self.size:
+        while self.begun < self.num_rollouts and len(self.queue) < (self.ahead + 1) * self.size:
             g = self.begun % len(self.groups)
             future = self.threads[g].submit(self.rollout, self.groups[g], self, self.T)
             self.queue.append(future)
@@ -564,7 +569,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
     # A resumed run, and another rank, plays other games and draws other actions.
-    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
         envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
@@ -587,7 +592,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         best = saved["best"]
     groups = []
     for g in range(args.num_groups):
@@ -650,7 +655,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             advantages = gae(reward, values, terminated, done, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = valid.bool()
-            explained = explained_variance(values[:T][is_valid], targets[is_valid])  # GAE's
+            explained = explained_variance(values[:T][is_valid], targets[is_valid])
             if not args.vtrace:
                 agent.returns.update(targets[is_valid].to(device))
             batch |= {"advantage": advantages, "target": targets, "valid": valid}
@@ -694,7 +699,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                             sums[name] += share.detach()
                     for parameter in agent.parameters():
                         parameter.grad = sum_over_ranks(parameter.grad)
-                    limit = args.max_grad_norm or np.inf
+                    limit = args.max_grad_norm or np.inf  # inf: only measures the norm
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                     optimizer.step()
@@ -703,7 +708,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 if args.vtrace and epoch == 0:
                     agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
 
-            # Metrics
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             num_updates = args.update_epochs * args.num_minibatches
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             logger.lap("learn", batch_size)
@@ -767,22 +772,18 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
 
 def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
-    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+    """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
-    splits = {}
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
-    for split in ["game"]:
-        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
-        seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed, greedy)
-        envs.close()
-        mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
-        splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
-    return splits
+    envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
+    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
+    envs.close()
+    mean = float(np.mean(returns))
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+    tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 
 @torch.no_grad()
@@ -808,12 +809,9 @@ def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list
     return returns, lengths
 
 
-# --- plumbing, the same text in all five files ---
+# --- plumbing, the same text in all five scripts of this project ---
 
 SCRIPT = Path(__file__).stem
-RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class UsageError(ValueError):
@@ -834,8 +832,9 @@ def set_up(args: Args) -> torch.device:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
-    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
-        ctypes.CDLL(None).mallopt(option, 2**30)
+    libc = ctypes.CDLL(None)
+    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
+        libc.mallopt(-1, 2**30)
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
@@ -910,7 +909,7 @@ class Logger:
     def log(self, metrics: dict) -> dict:
         """Add steps a second and the clocks, and write a row; None is an empty cell."""
         sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | self.laps
+        metrics = metrics | {"time/sps": sps} | dict(self.laps)
         self.step = metrics["step"]
         self.laps.clear()
         score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
@@ -932,7 +931,7 @@ class Logger:
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
             self.table.writeheader()
             self.table.writerows(rows)
-            os.replace(file.name, path)
+            os.replace(file.name, path)  # `file` stays open under its new name
         cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
         self.table.writerow(cells)
         for name, value in metrics.items():
@@ -944,7 +943,7 @@ class Logger:
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
             state |= {"script": SCRIPT, "args": asdict(self.args)}
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
             os.replace(self.folder / "tmp.pt", self.folder / name)

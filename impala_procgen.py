@@ -6,25 +6,24 @@
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
 arXiv:1912.01588. Groups of environments are stepped by a thread each, with the newest weights,
-while the learner trains on what is complete (--compile and --precision are the learner's only).
+while the learner trains on what is complete (--compile and --precision change the learner only).
 
-Measured on starpilot, all levels, 1M steps, 2 CPU cores, always with `--channels 16 32 32`. Other
-flags at their defaults, made for 8M steps: return 2.8 (one seed), no better than an agent that sees
-nothing (2.5); ppo_procgen.py reaches 12.1 (training return). With these flags 6.3 and 5.7 (two
-seeds):
-    --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
-    --replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005
-    --vtrace-lambda 0.9 --max-grad-norm 0 --precision bf16 --sync
+Measured on starpilot, all levels, 1M steps, with `--channels 16 32 32 --precision bf16 --sync`, on
+2 CPU cores: training return 6.3 and 5.7 (two seeds). OpenAI's PPO has 8.8, ppo_procgen.py 12.1.
+The entry's own setting stays at 2.8 there (one seed), where an agent that sees nothing has 2.5:
+    python impala_procgen.py --num-envs 16 --num-groups 2 --num-steps 200 --minibatch-size 1600
+        --update-epochs 3 --replay-slots 0 --replay-proportion 0 --lr 0 1e-4 1e6 5e-4 8e6 1e-4
+        --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
 
-Unlike the paper, as in the entry (RLlib 0.8 on TensorFlow 1): Adam, several passes over a batch
-with V-trace anew in each, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
+Unlike the paper, as in the entry (RLlib 0.8 on TensorFlow 1): Adam, replayed batches with V-trace
+anew, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
 
 Departures, effects not measured: losses are means over rows; the entry sums 1,600 rows. Adam
-ignores that factor, except in the gradient's clip (0.5) and epsilon (1e-8), so both defaults are
-divided by 1,600. A fragment's last row is trained too (the entry only bootstraps from it). Actors
-may be 2 batches ahead (the entry: 16). Group g first plays g rollouts of random actions. A replay
-slot holds a batch (the entry: a fragment). PyTorch's Adam adds epsilon after the bias correction,
-TensorFlow's before it.
+ignores that factor, except in the gradient's clip (0.5) and epsilon (1e-8), so both are divided by
+1,600. A fragment's last row is trained too (the entry only bootstraps from it). Actors may be 2
+batches ahead (the entry: 16). Group g first plays g rollouts of random actions. A replay slot holds
+a batch (the entry: a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's
+before it.
 
 Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the
 paper's), V-trace's limits other than 1, emulator states and replay in checkpoints.
@@ -62,6 +61,9 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
 
@@ -77,12 +79,12 @@ class Args:
     resume: str = ""  # run folder to continue; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
-    env_threads: int = 0  # threads that step the environments; 0 = the core count
+    env_threads: int = 0  # threads that step a group's environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows per forward; backward: whole fragments; 0 = 64 on a CPU, else all
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per split at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -90,25 +92,25 @@ class Args:
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
-    num_envs: int = 16  # parallel environments
-    num_groups: int = 2  # groups of them, each stepped by a thread of its own
+    num_envs: int = 128  # parallel environments
+    num_groups: int = 4  # groups of them, each stepped by a thread of its own
     # optimisation
-    num_steps: int = 200  # length of a fragment, the rollout of one environment
-    minibatch_size: int = 1600  # rows per SGD step; also a rank's new rows of an iteration
-    update_epochs: int = 3  # passes over a batch
-    lr: tuple[float, ...] = (0, 1e-4, 1e6, 5e-4, 8e6, 1e-4)
+    num_steps: int = 64  # length of a fragment, the rollout of one environment
+    minibatch_size: int = 2048  # rows of a batch, each of which is one SGD step
+    update_epochs: int = 1  # passes over a batch
+    lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
     adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, for means instead of sums
-    max_grad_norm: float = 3.125e-4  # clip the gradient's norm: 0.5 / 1600; 0 = no clipping
+    max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead of the learner
-    replay_slots: int = 0  # newest batches kept for replay; 0 = no replay
-    replay_proportion: float = 0  # replayed batches per new one, drawn uniformly from the slots
+    replay_slots: int = 16  # newest batches kept for replay, 51 MB each; 0 = no replay
+    replay_proportion: float = 3  # replayed batches per new one, drawn uniformly from the slots
     # algorithm
     gamma: float = 0.99  # discount
-    vtrace_lambda: float = 1  # multiplies V-trace's trace weights c; 1 = the paper
+    vtrace_lambda: float = 0.9  # multiplies V-trace's trace weights c; 1 = the paper
     vf_coef: float = 0.5  # weight of the value term, half the squared error
-    ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: one number, or as --lr
+    ent_coef: tuple[float, ...] = (0.005,)  # weight of the entropy bonus: one number, or as --lr
     # network
     channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
     pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
@@ -121,8 +123,9 @@ def check(args: Args):
     if min(args.num_envs, args.num_groups, args.num_steps, args.update_epochs) < 1:
         flags = "--num-envs, --num-groups, --num-steps, --update-epochs"
         raise UsageError(f"{flags}: must be at least 1")
-    if min(args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--num-levels, --start-level, --micro-batch, --eval-episodes: at least 0")
+    if min(args.seed, args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
+        flags = "--seed, --num-levels, --start-level, --micro-batch, --eval-episodes"
+        raise UsageError(f"{flags}: at least 0")
     if min(args.num_batches_to_accumulate, args.replay_slots, args.replay_proportion) < 0:
         flags = "--num-batches-to-accumulate, --replay-slots, --replay-proportion"
         raise UsageError(f"{flags}: at least 0")
@@ -144,7 +147,7 @@ def check(args: Args):
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames, oldest first
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames; the last is t
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -191,7 +194,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
-    """Procgen as args say. `stream` names its random numbers; "test" plays all levels."""
+    """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
     envs = ProcgenEnvs(
         STACKS[args.stack],
         num_envs,
@@ -257,14 +260,14 @@ class Agent(nn.Module):
             x = blocks(x)
         if self.pool == "avg":
             x = x.mean((2, 3))
-        return F.relu(x.flatten(1))  # after the average, as in the entry
+        return F.relu(x.flatten(1))  # the ReLU after the average, as in the entry
 
     def forward(self, obs):
         # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
-        with torch.autocast(x.device.type, enabled=False):  # bf16 would round values near 30 to 1/8
+        with torch.autocast(x.device.type, enabled=False):  # bf16 near 30 has steps of 1/8
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
 
@@ -301,8 +304,9 @@ def vtrace(reward, value, done, rho, gamma: float, lam: float):
 def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Tensor]:
     """What the loss is made of, and the value's targets, each (T, N).
 
-    logits (T, N, A) and value (T + 1, N) are the new ones. policy: -log pi(a) x advantage (IMPALA,
-    section 4.2); value: half the squared error; approx_kl: KL(mu || pi), by rho - 1 - log rho.
+    logits (T, N, A) and value (T + 1, N) are the new ones. policy: -log pi(a) x rho x advantage
+    (IMPALA, section 4.2); value: half the squared error; approx_kl: KL(mu || pi), by rho - 1 -
+    log rho.
     """
     logp = logits.log_softmax(-1)
     action_logp = logp.gather(-1, rows["action"][..., None]).squeeze(-1)
@@ -361,31 +365,31 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` rollouts make a dataset,
-    `total` are played. While the learner waits for dataset d, rollouts up to the end of dataset
-    d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old when
-    their learning begins. With `ahead` = 0 actors wait while the learner trains.
+    `num_rollouts` are played. While the learner waits for dataset d, rollouts up to the end of
+    dataset d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old
+    when their learning begins. With `ahead` = 0 actors wait while the learner trains.
     """
 
-    def __init__(self, groups: list, agent, rollout, T: int, size: int, ahead: int, total: int):
+    def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
         self.groups = groups
         self.threads = [ThreadPoolExecutor(1) for _ in groups]
         self.rollout = rollout
         self.T = T
         self.size = size
         self.ahead = ahead
-        self.total = total
+        self.num_rollouts = num_rollouts
         self.begun = 0
         self.queue = deque()  # futures of the rollouts that were begun and not taken
         self.stopped = threading.Event()
         self.publish(agent)
 
     def publish(self, agent):
-        """From its next step on an actor plays this copy, which nobody writes to: no lock."""
+        """An actor plays this copy from its next step on. Nobody writes to it, so: no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def dataset(self) -> list[dict]:
         """Begin what may be begun and wait for the next dataset; raises what an actor raised."""
-        while self.begun < self.total and len(self.queue) < (self.ahead + 1) * self.size:
+        while self.begun < self.num_rollouts and len(self.queue) < (self.ahead + 1) * self.size:
             g = self.begun % len(self.groups)
             future = self.threads[g].submit(self.rollout, self.groups[g], self, self.T)
             self.queue.append(future)
@@ -466,7 +470,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
     # A resumed run, and another rank, plays other games and draws other actions.
-    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
         envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
@@ -490,7 +494,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         best = saved["best"]
     groups = []
     for g in range(args.num_groups):
@@ -554,7 +558,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            sums = defaultdict(float)  # of the means of SGD steps on the new batch
+            sums = defaultdict(float)  # of the new batch's means, over its passes
             values, targets = [], []  # of its first pass
             passes = [new_batch] * args.update_epochs
             for old_batch in replayed:
@@ -580,7 +584,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                         targets.append(vs)
                 for parameter in agent.parameters():
                     parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-                limit = args.max_grad_norm or np.inf
+                limit = args.max_grad_norm or np.inf  # inf: only measures the norm
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
                 if is_new:
                     sums["grad_norm"] += grad_norm
@@ -588,11 +592,11 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 agent.version += 1
                 actors.publish(agent)
 
-            # Metrics
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
-            if not np.isfinite(sum(means.values()) + grad_norm.item()):  # the last pass's
+            if not np.isfinite(sum(means.values()) + grad_norm.item()):  # of the last pass
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
             next_step = step + batch_size
@@ -667,7 +671,8 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+        spread = f"+- {stderr:.2f} (standard error, {len(returns)} games)"
+        tqdm.write(f"{split}: return {mean:.2f} {spread}")
     return splits
 
 
@@ -694,12 +699,9 @@ def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list
     return returns, lengths
 
 
-# --- plumbing, the same text in all five files ---
+# --- plumbing, the same text in all five scripts of this project ---
 
 SCRIPT = Path(__file__).stem
-RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class UsageError(ValueError):
@@ -720,8 +722,9 @@ def set_up(args: Args) -> torch.device:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
-    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
-        ctypes.CDLL(None).mallopt(option, 2**30)
+    libc = ctypes.CDLL(None)
+    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
+        libc.mallopt(-1, 2**30)
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
@@ -796,7 +799,7 @@ class Logger:
     def log(self, metrics: dict) -> dict:
         """Add steps a second and the clocks, and write a row; None is an empty cell."""
         sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | self.laps
+        metrics = metrics | {"time/sps": sps} | dict(self.laps)
         self.step = metrics["step"]
         self.laps.clear()
         score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
@@ -818,7 +821,7 @@ class Logger:
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
             self.table.writeheader()
             self.table.writerows(rows)
-            os.replace(file.name, path)
+            os.replace(file.name, path)  # `file` stays open under its new name
         cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
         self.table.writerow(cells)
         for name, value in metrics.items():
@@ -830,7 +833,7 @@ class Logger:
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
             state |= {"script": SCRIPT, "args": asdict(self.args)}
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
             os.replace(self.folder / "tmp.pt", self.folder / name)

@@ -25,10 +25,10 @@ Unlike most PPO, as in the authors' code:
 
 Departures, effects not measured: EnvPool plays one no-op at a game's start, fills the frame stack
 with the first frame (theirs: zeros), and shows a game's last frame, with a bonus of its own, before
-the next game's first; that frame's V_int is not trained. A game cut at the time limit bootstraps
-from its last observation (theirs ends). Frame statistics take in o_1 to o_T of a rollout (theirs
-o_0 to o_{T-1}). PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the reset
-gate in another place.
+the next game's first; the last frame's V_int is not trained. A game cut at the time limit
+bootstraps from its last observation (theirs ends). Frame statistics take in o_1 to o_T of a rollout
+(theirs o_0 to o_{T-1}). PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the
+reset gate in another place.
 
 Left out on purpose: other authors' networks and bonuses (benchmark/variants), films
 (benchmark/evaluate.py), emulator states in checkpoints (a resumed run starts new games).
@@ -63,6 +63,10 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
 
 @dataclass
 class Args:
@@ -80,7 +84,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per split at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -109,8 +113,8 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
     int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
-    bonus_after: int = 0  # steps without a bonus, so that its deviation lacks the first errors
-    predictor_share: float = 0  # of rows that train the predictor; 0 = min(1, 32 / environments)
+    bonus_after: int = 0  # steps without a bonus; their large errors stay out of its deviation
+    predictor_share: float = 0  # share of rows that train the predictor; 0 = min(1, 32 / num_envs)
     warmup_steps: int = 6400  # random steps per environment that start the frame statistics
     # network
     memory: Literal["none", "gru"] = "none"  # the paper's CNN or recurrent policy
@@ -123,8 +127,8 @@ def check(args: Args):
     rows = args.num_envs * T
     if min(args.num_envs, T, args.update_epochs) < 1:
         raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
-    if min(args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--warmup-steps, --micro-batch, --eval-episodes: at least 0")
+    if min(args.seed, args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
+        raise UsageError("--seed, --warmup-steps, --micro-batch, --eval-episodes: at least 0")
     if args.minibatch_size < 1 or rows % args.minibatch_size or args.minibatch_size % T:
         rule = f"a multiple of --num-steps {T} and a divisor of {rows}"
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be {rule}")
@@ -249,10 +253,10 @@ def convolutions(channels: int, last_kernel: int, activation) -> nn.Sequential:
 class Agent(nn.Module):
     """The paper's policies: uint8 (B, C, H, W) -> logits (B, A), values (B, 2), memory.
 
-    Values are those of the game and of the bonus. With --memory gru the B rows are those of one
-    environment in order of time, then of the next; memory (n, 256) is the state of each of the n
-    before its first row, and as a result after its last. After a row whose `valid` (B,) is 0, the
-    last of a game, it is 0.
+    Values are those of the game and of the bonus. With --memory gru the B rows are n environments
+    one after the other, each in order of time. The memory (n, 256) given is the state before each
+    one's first row, the one returned that after its last. `valid` (B,) is 0 in a row that shows a
+    game's last observation: after it the state is 0.
     """
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
@@ -449,7 +453,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
     # A resumed run, and another rank, plays other games and draws other actions.
-    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
         envs = make_envs(args, N, stream)
@@ -475,11 +479,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         agent.load_state_dict(saved["agent"])
         rnd.load_state_dict(saved["rnd"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         rooms_ever |= saved["rooms_ever"].numpy()
         best = saved["best"]
-    if step or RANK:
-        torch.manual_seed(stream_seed(args.seed, stream))
+    torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     if args.memory == "gru":
         micro_batch = math.ceil(micro_batch / T) * T  # whole environments
@@ -504,12 +507,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         logger.save(name, state)
 
     # Row t = (obs_t, memory_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
-    # done_{t+1}, valid_t). The row after an end is no transition, its action is ignored: it is not
-    # valid, which masks policy and value loss. But its next frame is a new game's first, which no
-    # other row shows: it has a bonus and trains the predictor, or dying would stay novel.
+    # done_{t+1}, valid_t), and frame_t, the newest of obs_{t+1}. In the row after an end obs_t is
+    # the game's last and a_t is ignored: valid_t = 0 masks policy and value loss. Its frame_t is
+    # the new game's first. It trains the predictor as all do, else dying would stay novel.
     rollout = {
         "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
-        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # row 0 is what is used
+        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # row 0 is read
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -627,12 +630,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                             sums[name] += share.detach()
                     for parameter in parameters:
                         parameter.grad = sum_over_ranks(parameter.grad)
-                    limit = args.max_grad_norm or np.inf
+                    limit = args.max_grad_norm or np.inf  # inf: only measures the norm
                     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                     optimizer.step()
 
-            # Metrics
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             num_updates = args.update_epochs * T * N // args.minibatch_size
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             logger.lap("learn")
@@ -695,22 +698,18 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
 
 def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
-    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+    """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
-    splits = {}
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
-    for split in ["game"]:
-        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
-        seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed, greedy)
-        envs.close()
-        mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
-        splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
-    return splits
+    envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
+    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
+    envs.close()
+    mean = float(np.mean(returns))
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+    tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 
 @torch.no_grad()
@@ -740,12 +739,9 @@ def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list
     return returns, lengths
 
 
-# --- plumbing, the same text in all five files ---
+# --- plumbing, the same text in all five scripts of this project ---
 
 SCRIPT = Path(__file__).stem
-RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class UsageError(ValueError):
@@ -766,8 +762,9 @@ def set_up(args: Args) -> torch.device:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
-    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
-        ctypes.CDLL(None).mallopt(option, 2**30)
+    libc = ctypes.CDLL(None)
+    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
+        libc.mallopt(-1, 2**30)
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
@@ -842,7 +839,7 @@ class Logger:
     def log(self, metrics: dict) -> dict:
         """Add steps a second and the clocks, and write a row; None is an empty cell."""
         sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | self.laps
+        metrics = metrics | {"time/sps": sps} | dict(self.laps)
         self.step = metrics["step"]
         self.laps.clear()
         score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
@@ -864,7 +861,7 @@ class Logger:
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
             self.table.writeheader()
             self.table.writerows(rows)
-            os.replace(file.name, path)
+            os.replace(file.name, path)  # `file` stays open under its new name
         cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
         self.table.writerow(cells)
         for name, value in metrics.items():
@@ -876,7 +873,7 @@ class Logger:
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
             state |= {"script": SCRIPT, "args": asdict(self.args)}
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
             os.replace(self.folder / "tmp.pt", self.folder / name)

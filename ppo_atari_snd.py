@@ -4,7 +4,7 @@ r"""PPO with Self-supervised Network Distillation (SND) on Atari: Pechac et al. 
     python ppo_atari_snd.py --resume runs/NAME         # go on with a stopped run
 
     PAPER="--snd-preprocess none --motivation-passes one --minibatches permuted --noop-max 1"
-    python ppo_atari_snd.py $PAPER                     # SND-V, SND-STD, SND-VIC by the paper's code
+    python ppo_atari_snd.py $PAPER                     # SND-V by the paper's code; -STD, -VIC:
     python ppo_atari_snd.py $PAPER --target std --snd-net relu4 --target-gain 0.5 \
         --predictor-gain 0.5 --predictor-share 1 --predictor-sum --eta 1
     python ppo_atari_snd.py $PAPER --target vic --snd-net relu4 --target-gain 0.5 \
@@ -15,11 +15,11 @@ arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.
 
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features;
 unlike RND's the target learns too, by a contrastive loss of pairs from the whole rollout (SND-V),
-by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run 21 of
-michalnand's "cnd" series; $PAPER has the settings of the paper's code.
+by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run cnd_21
+of github.com/michalnand/reinforcement_learning; $PAPER has the settings of the paper's code.
 
-Measured: no score at published lengths yet. After 384 SGD steps on Pitfall's first screen, the
-bonus on its other screens over the bonus there (in brackets: of untrained networks; one seed):
+Measured: no score at published lengths yet. Trained for 384 SGD steps on Pitfall's first screen,
+the bonus on unseen screens divided by the bonus on that one is (one seed; in brackets untrained):
 SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0), whose features still grow then.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
@@ -27,19 +27,19 @@ limited, not normalised, and its returns end with the game; the bonus of step t 
 o_{t+1}), so it reaches the action that led there through the return only; rows are drawn with
 replacement.
 
-Departures, effects not measured: EnvPool fills a new game's frame stack with its first frame; a
-game's last frame is learned too, from the row whose action is ignored; a rollout's last row
-bootstraps from V of the next observation (theirs: from zero); a game cut at the time limit
-bootstraps from its last observation (theirs ends); frame statistics are updated once a rollout,
-without the last observation (theirs: every step); rewards are signs (the paper's code: only
-positive ones); consecutive frames are never of two games; a frame drawn twice counts as near; the
-critic's features are rectified (not in the paper's code). SND-STD asks which frame of the batch
-comes next, as the paper's code does (ST-DIM: which one came before). The sources do not say how the
-size of masked tiles is drawn: here, one a batch.
+Departures from both codes ("theirs"), effects not measured: EnvPool fills a new game's frame stack
+with its first frame; a game's last frame is learned too, from the row whose action is ignored; a
+rollout's last row bootstraps from V of the next observation (theirs: from zero); a game cut at the
+time limit bootstraps from its last observation (theirs ends); frame statistics are updated once a
+rollout, without the last observation (theirs: every step); rewards are signs (the paper's code:
+only positive ones); consecutive frames are never of two games; a random pair of one frame counts as
+near; the critic's features are rectified (not in the paper's code). SND-STD asks which frame of the
+batch comes next, as the paper's code does (ST-DIM: which one came before). The sources do not say
+how the size of masked tiles is drawn: here, one a batch.
 
-Left out on purpose: a look at the features (benchmark/features.py), films (benchmark/evaluate.py),
-emulator states in checkpoints; in benchmark/variants: the paper's Procgen games, michalnand's older
-network and augmentation for Breakout.
+Left out on purpose: films (benchmark/evaluate.py), emulator states in checkpoints; in
+benchmark/variants: the paper's Procgen games, michalnand's older network and augmentation for
+Breakout.
 """
 
 import contextlib
@@ -71,6 +71,10 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
 
 @dataclass
 class Args:
@@ -86,9 +90,9 @@ class Args:
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows at once, but for the target's loss; 0 = 256 on a CPU, all on a GPU
+    micro_batch: int = 0  # rows at once (target's loss: all); 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per split at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -122,11 +126,11 @@ class Args:
     eta: float = 0.5  # bonus = eta x the mean squared error of the features, limited to --int-clip
     int_clip: float = 1  # 0 = no limit
     target: Literal["v", "std", "vic"] = "v"  # the target's loss: SND-V, SND-STD or SND-VIC
-    pairs: int = 64  # of frames in one step of target v; std, vic: one per row of the minibatch
+    pairs: int = 64  # frame pairs a step of target v; std, vic: one per valid row of the minibatch
     snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
-    """in which target and predictor learn after the policy: its own, or one ordered pass"""
-    predictor_share: float = 0  # of its outputs that are in its loss; 0 = min(1, 32 / environments)
+    """target and predictor learn after the policy, in its minibatches or in one ordered pass"""
+    predictor_share: float = 0  # a squared error's chance to count; 0 = min(1, 32 / num_envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
     # network
@@ -141,8 +145,8 @@ def check(args: Args):
     rows = args.num_envs * args.num_steps
     if min(args.num_envs, args.num_steps, args.update_epochs, args.pairs) < 1:
         raise UsageError("--num-envs, --num-steps, --update-epochs, --pairs: must be at least 1")
-    if min(args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--warmup-steps, --micro-batch, --eval-episodes: at least 0")
+    if min(args.seed, args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
+        raise UsageError("--seed, --warmup-steps, --micro-batch, --eval-episodes: at least 0")
     if args.minibatch_size < 2 or rows % args.minibatch_size:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be a divisor of {rows}")
     if args.total_timesteps < rows * WORLD:
@@ -354,7 +358,7 @@ class SND(nn.Module):
         return (self.predictor(x).float() - features).square()
 
     def target_loss(self, frames, others, far):
-        """Of pairs: v: one frame twice or two random ones (far (B,) is True); else consecutive."""
+        """v: one frame twice or, where far (B,) is True, two; std, vic: others come next."""
         pair = [self.preprocess(frames), self.preprocess(others)]
         if self.args.target == "v":
             pair = [hide_tiles(x) for x in pair]
@@ -438,7 +442,7 @@ def chance(share: float, like, height: int = 1, width: int = 1):
 
 
 def hide_tiles(x):
-    """(B, 1, S, S): each frame loses a tenth of its tiles or not, gets noise of +-0.2 or not."""
+    """(B, 1, S, S): at even odds each, a frame loses a tenth of its tiles, gets noise of +-0.2."""
     size = x.shape[-1]
     tile = [1, 2, 4, 8, 12, 16][torch.randint(6, ()).item()]
     tiles = math.ceil(size / tile)
@@ -451,7 +455,7 @@ def hide_tiles(x):
 def contrastive(a, b, far):
     """SND-V's loss: the mean squared distance of features (B, D) should be `far` (B,), 0 or 1.
 
-    The second term penalises features whose mean squares sum to over 200.
+    The second term penalises the mean square of a plus that of b, beyond 200.
     """
     distance = (a - b).square().mean(1)
     size = a.square().mean() + b.square().mean()
@@ -459,7 +463,7 @@ def contrastive(a, b, far):
 
 
 def vicreg(a, b):
-    """SND-VIC's loss of features (B, D): VICReg's three terms (eq. 1 to 6), weighted 1, 1, 1/25."""
+    """SND-VIC's loss of features (B, D): VICReg's three terms, weighted 1, 1, 1/25."""
     loss = F.mse_loss(a, b)
     for z in (a, b):
         z = z - z.mean(0)
@@ -506,7 +510,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
     # A resumed run, and another rank, plays other games and draws other actions.
-    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
         envs = make_envs(args, N, stream)
@@ -532,11 +536,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         agent.load_state_dict(saved["agent"])
         snd.load_state_dict(saved["snd"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         rooms_ever |= saved["rooms_ever"].numpy()
         best = saved["best"]
-    if step or RANK:
-        torch.manual_seed(stream_seed(args.seed, stream))
+    torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     predictor_share = args.predictor_share or min(1, 32 / (N * WORLD))
     in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
@@ -563,7 +566,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # masks policy and value loss. Its frame, a game's last, trains the predictor.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
     # The newest frames: a view, which fills with observations. Frame i + N follows frame i.
-    frames = observations[:, :, -1:].flatten(0, 1)
+    frames = observations[:, :, -1:].view(-1, 1, *obs_shape[1:])
     rollout = {
         "obs": observations[:T],
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
@@ -643,7 +646,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             logger.lap("policy")
 
-            # Update of the policy; row numbers are drawn on the CPU, so that nothing waits for them
+            # Update of the policy; rows are drawn on the CPU, where is_valid sifts them below
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
@@ -672,7 +675,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         sums[name] += share.detach()
                 for parameter in agent.parameters():
                     parameter.grad = sum_over_ranks(parameter.grad)
-                limit = args.max_grad_norm or np.inf
+                limit = args.max_grad_norm or np.inf  # inf: only measures the norm
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
                 sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                 optimizer.step()
@@ -696,7 +699,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         loss = loss / num_drawn
                     loss.backward()
                     sums["predictor"] += loss.detach()
-                if args.target == "v":  # of one frame twice or of two, with equal chance
+                if args.target == "v":  # pairs: one frame twice or two, at even odds
                     first, other = torch.randint(T * N, (2, args.pairs), device=device)
                     same = torch.rand(args.pairs, device=device) < 0.5
                     second = torch.where(same, first, other)
@@ -715,7 +718,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             means = {name: mean.item() for name, mean in means.items()}
             logger.lap("learn")
 
-            # Metrics
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             next_step = step + batch_size
@@ -776,22 +779,18 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
 
 def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
-    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+    """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
-    splits = {}
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
-    for split in ["game"]:
-        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
-        seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed, greedy)
-        envs.close()
-        mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
-        splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
-    return splits
+    envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
+    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
+    envs.close()
+    mean = float(np.mean(returns))
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+    tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 
 @torch.no_grad()
@@ -817,12 +816,9 @@ def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list
     return returns, lengths
 
 
-# --- plumbing, the same text in all five files ---
+# --- plumbing, the same text in all five scripts of this project ---
 
 SCRIPT = Path(__file__).stem
-RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class UsageError(ValueError):
@@ -843,8 +839,9 @@ def set_up(args: Args) -> torch.device:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
-    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
-        ctypes.CDLL(None).mallopt(option, 2**30)
+    libc = ctypes.CDLL(None)
+    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
+        libc.mallopt(-1, 2**30)
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
@@ -919,7 +916,7 @@ class Logger:
     def log(self, metrics: dict) -> dict:
         """Add steps a second and the clocks, and write a row; None is an empty cell."""
         sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | self.laps
+        metrics = metrics | {"time/sps": sps} | dict(self.laps)
         self.step = metrics["step"]
         self.laps.clear()
         score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
@@ -941,7 +938,7 @@ class Logger:
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
             self.table.writeheader()
             self.table.writerows(rows)
-            os.replace(file.name, path)
+            os.replace(file.name, path)  # `file` stays open under its new name
         cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
         self.table.writerow(cells)
         for name, value in metrics.items():
@@ -953,7 +950,7 @@ class Logger:
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
             state |= {"script": SCRIPT, "args": asdict(self.args)}
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
             os.replace(self.folder / "tmp.pt", self.folder / name)

@@ -8,7 +8,7 @@ PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:15
 IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
 Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores, one seed:
-13.5 +- 1.2 (standard error over 100 games). OpenAI's PPO has 8.8 +- 0.6 (3 runs); this script in
+13.5 +- 1.2 (standard error over 100 games). OpenAI published 8.8 +- 0.6 (3 runs); this script in
 their setting (the README's command) 8.4 +- 0.7, one seed. The 8M steps of the default were not run
 yet; the entry had 26.3 on bigfish.
 
@@ -51,6 +51,9 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
 # step, rate, step, rate, ...: the entry's, tuned by hand
@@ -73,7 +76,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per split at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -82,7 +85,7 @@ class Args:
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 48  # parallel environments
-    norm_reward: float = 0  # > 0: divide rewards by the deviation of returns of this discount
+    norm_reward: float = 0  # divide rewards by the deviation of returns of this discount; 0 = no
     # optimisation
     num_steps: int = 200  # rollout length per environment
     minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
@@ -114,8 +117,9 @@ def check(args: Args):
     rows = args.num_envs * args.num_steps
     if min(args.num_envs, args.num_steps, args.update_epochs) < 1:
         raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
-    if min(args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--num-levels, --start-level, --micro-batch, --eval-episodes: at least 0")
+    if min(args.seed, args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
+        flags = "--seed, --num-levels, --start-level, --micro-batch, --eval-episodes"
+        raise UsageError(f"{flags}: at least 0")
     if not 2 <= args.minibatch_size <= rows:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be from 2 to {rows}")
     if args.total_timesteps < rows * WORLD:
@@ -128,7 +132,7 @@ def check(args: Args):
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames, oldest first
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames; the last is t
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -175,7 +179,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
-    """Procgen as args say. `stream` names its random numbers; "test" plays all levels."""
+    """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
     envs = ProcgenEnvs(
         STACKS[args.stack],
         num_envs,
@@ -241,14 +245,14 @@ class Agent(nn.Module):
             x = blocks(x)
         if self.pool == "avg":
             x = x.mean((2, 3))
-        return F.relu(x.flatten(1))  # after the average, as in the entry
+        return F.relu(x.flatten(1))  # the ReLU after the average, as in the entry
 
     def forward(self, obs):
         # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
         x = F.relu(self.hidden(self.features(x)))
-        with torch.autocast(x.device.type, enabled=False):  # bf16 would round values near 30 to 1/8
+        with torch.autocast(x.device.type, enabled=False):  # bf16 near 30 has steps of 1/8
             return self.policy(x.float()), self.value(x.float()).squeeze(-1)
 
 
@@ -340,7 +344,7 @@ class RewardNormalizer:
     """Rewards over the running deviation of their discounted returns, clipped to +-10.
 
     VecNormalize of OpenAI's baselines. Only divided: centring would change what is optimal.
-    (gymnasium's NormalizeReward differs: it forgets a game's returns before its last reward.)
+    (gymnasium's NormalizeReward differs: it resets a game's sum before adding its last reward.)
     """
 
     def __init__(self, gamma: float, num_envs: int):
@@ -376,7 +380,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
     # A resumed run, and another rank, plays other games and draws other actions.
-    stream = f"training from {step} of rank {RANK}" if step or RANK else "training"
+    stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
         envs = make_envs(args, N, stream)
@@ -398,12 +402,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         normalizer.sums = saved["normalizer"]
-        kl_coef = saved["kl_coef"] if args.kl_coef else 0
+        if args.kl_coef and saved["kl_coef"]:
+            kl_coef = saved["kl_coef"]
         best = saved["best"]
-    if step or RANK:
-        torch.manual_seed(stream_seed(args.seed, stream))
+    torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = T * N // args.minibatch_size
     recent = deque(maxlen=100)  # returns of the last games
@@ -505,11 +509,11 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         last_epoch_kl += shares["kl"].detach()
                     for parameter in agent.parameters():
                         parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-                    limit = args.max_grad_norm or np.inf
+                    limit = args.max_grad_norm or np.inf  # inf: only measures the norm
                     sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     optimizer.step()
 
-            # Metrics
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             num_updates = args.update_epochs * num_minibatches * WORLD
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
@@ -585,7 +589,8 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+        spread = f"+- {stderr:.2f} (standard error, {len(returns)} games)"
+        tqdm.write(f"{split}: return {mean:.2f} {spread}")
     return splits
 
 
@@ -612,12 +617,9 @@ def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list
     return returns, lengths
 
 
-# --- plumbing, the same text in all five files ---
+# --- plumbing, the same text in all five scripts of this project ---
 
 SCRIPT = Path(__file__).stem
-RANK = int(os.environ.get("RANK", 0))  # set by torchrun
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 class UsageError(ValueError):
@@ -638,8 +640,9 @@ def set_up(args: Args) -> torch.device:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
-    for option in (-3, -1):  # mmap and trim threshold: glibc keeps freed memory, 6 % less CPU time
-        ctypes.CDLL(None).mallopt(option, 2**30)
+    libc = ctypes.CDLL(None)
+    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
+        libc.mallopt(-1, 2**30)
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
@@ -714,7 +717,7 @@ class Logger:
     def log(self, metrics: dict) -> dict:
         """Add steps a second and the clocks, and write a row; None is an empty cell."""
         sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | self.laps
+        metrics = metrics | {"time/sps": sps} | dict(self.laps)
         self.step = metrics["step"]
         self.laps.clear()
         score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
@@ -736,7 +739,7 @@ class Logger:
             self.table = csv.DictWriter(file, columns, lineterminator="\n")
             self.table.writeheader()
             self.table.writerows(rows)
-            os.replace(file.name, path)
+            os.replace(file.name, path)  # `file` stays open under its new name
         cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
         self.table.writerow(cells)
         for name, value in metrics.items():
@@ -748,7 +751,7 @@ class Logger:
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
             state |= {"script": SCRIPT, "args": asdict(self.args)}
-            buffer = io.BytesIO()
+            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
             os.replace(self.folder / "tmp.pt", self.folder / name)

@@ -5,11 +5,10 @@
 The script trains; between its iterations the same process measures, in turn with them: GFLOP/s of a plain matrix
 product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
 the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
-a second of the policy's forward pass alone, back to back and ("paused") with a pause as long as a step of the
-environments before each, after which threads have to wake up. The script's own rates are from time/learn_s and
-time/policy_s of the iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares
-are medians over the rounds. In a last iteration every operation of the update is timed. Nothing else may run. Rows are
-agent steps, with all their epochs. Asynchronous scripts need --sync --num-groups 1: one thread at a time. On the CPU.
+a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
+iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares are medians over the
+rounds. Nothing else may run. Rows are agent steps, with all their epochs. Asynchronous scripts need --sync
+--num-groups 1: one thread at a time. On the CPU.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from unittest import mock
 import torch
 import tyro
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -37,14 +35,6 @@ LEAST = 0.1  # seconds of a measurement
 UNCOUNTED = {  # flags with passes or layers that `networks` does not know
     "ppo_atari_rnd": ("memory",),
     "ppo_atari_snd": ("target",),
-    "impala_procgen": ("replay_slots",),
-}
-KINDS = {  # of PyTorch's operations, by a part of their names, the first that fits
-    "convolutions and products": ("convolution", "mm"),
-    "pooling": ("pool",),
-    "activations": ("relu", "threshold", "elu"),
-    "Adam and norm": ("adam", "norm"),
-    "other operations": ("",),
 }
 
 
@@ -52,44 +42,11 @@ class Enough(BaseException):
     """Ends the training once everything is measured."""
 
 
-class Operations(TorchDispatchMode):
-    """Seconds in each of KINDS, of every operation forward and backward. A profiler's own memory would disturb."""
-
-    def __init__(self):
-        super().__init__()
-        self.spent = dict.fromkeys(KINDS, 0.0)  # while learning
-        self.whole = 0.0
-        self.lap("")
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        start = time.perf_counter()
-        result = operation(*args, **kwargs or {})
-        kind = next(kind for kind, parts in KINDS.items() if any(part in operation.__name__ for part in parts))
-        self.present[kind] += time.perf_counter() - start
-        return result
-
-    def lap(self, phase: str):
-        """Keep what came since the last lap if the script was learning, forget it otherwise."""
-        now = time.perf_counter()
-        if phase == "learn":
-            self.whole += now - self.start
-            for kind, seconds in self.present.items():
-                self.spent[kind] += seconds
-        self.present = dict.fromkeys(KINDS, 0.0)
-        self.start = now
-
-    def shares(self) -> dict:
-        """Of the time of learning; the rest is Python, autograd and this measurement."""
-        shares = {kind: spent / self.whole for kind, spent in self.spent.items()}
-        return shares | {"between operations": 1 - sum(shares.values())}
-
-
-def seconds(work, pause: float = 0) -> float:
-    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up; each after a pause."""
+def seconds(work) -> float:
+    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up."""
     work()
     times, end = [], time.perf_counter() + LEAST
     while len(times) < 3 or time.perf_counter() < end:
-        time.sleep(pause)
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
@@ -156,7 +113,8 @@ def networks(script: str, args, made: dict) -> list:
         shape = (args.stack, args.frame_size, args.frame_size)
     else:
         shape = (3 * len(importlib.import_module(script).STACKS[args.stack]), 64, 64)
-    rows = [(agent, torch.zeros(2, *shape, dtype=torch.uint8), plain, args.update_epochs, 0)]
+    passes = args.update_epochs * (1 + getattr(args, "replay_proportion", 0))
+    rows = [(agent, torch.zeros(2, *shape, dtype=torch.uint8), plain, passes, 0)]
     if script == "ppo_atari_snd":
         snd, one = made["SND"], torch.zeros(2, 1, *shape[1:])
         pairs = args.pairs / args.minibatch_size  # --target v
@@ -180,7 +138,7 @@ class Rounds:
 
     def __init__(self, script: str, args, made: dict, wanted: int):
         self.script, self.args, self.made, self.wanted = script, args, made, wanted
-        self.measured, self.rows, self.operations = [], [], None
+        self.measured, self.rows = [], []
 
     def begin(self):
         """The script's networks exist now: find the best piece of each."""
@@ -202,9 +160,8 @@ class Rounds:
             best = min(each, key=each.get)
             floor += both * alone(layers, best, True) + (only * alone(layers, best, False) if only else 0)
         product = 2 * 1024**3 / seconds(lambda: a @ b) / 1e9
-        pause = self.rows[-1]["time/env_s"] / self.rows[0]["step"] * self.batch  # as long as a step of the environments
-        forward, paused = (seconds(self.forward, pause) / self.batch for pause in (0, pause))
-        self.measured.append(dict(floor=floor, forward=forward, paused=paused, product=product))
+        forward = seconds(self.forward) / self.batch
+        self.measured.append(dict(floor=floor, forward=forward, product=product))
 
     def gflop(self) -> float:
         """Arithmetic of a row's update: three forward passes' worth, but the first layer's input needs no gradient."""
@@ -214,30 +171,16 @@ class Rounds:
             total += both * (3 * one_pass - flops(*layers[0])) + only * one_pass
         return total / 1e9
 
-    def hooks(self, logger) -> dict:
-        """Methods of the script's Logger that measure between iterations and time the last update's operations."""
-        real_lap, real_log = logger.lap, logger.log
-
-        def lap(logger, phase, steps=0):
-            if self.operations:
-                self.operations.lap(phase)
-            real_lap(logger, phase, steps)
-
-        def log(logger, metrics):
-            if self.operations:
-                self.operations.__exit__(None, None, None)
-                raise Enough
-            self.rows.append(real_log(logger, metrics))
-            if len(self.rows) == 1:
-                self.begin()
-            self.measure()
-            if len(self.rows) == self.wanted + 1:
-                self.operations = Operations()
-                self.operations.__enter__()
-            logger.mark = time.perf_counter()
-            return self.rows[-1]
-
-        return {"lap": lap, "log": log}
+    def after(self, logger, log, metrics):
+        """In place of the script's Logger.log, which is `log`."""
+        self.rows.append(log(logger, metrics))
+        if len(self.rows) == 1:
+            self.begin()
+        self.measure()
+        if len(self.rows) == self.wanted + 1:
+            raise Enough
+        logger.mark = time.perf_counter()
+        return self.rows[-1]
 
     def result(self) -> dict:
         """Medians over rounds; the iteration between two rounds is compared with their mean."""
@@ -245,12 +188,11 @@ class Rounds:
         own = self.rows[1:]
         pairs = list(zip(self.measured, self.measured[1:], strict=False))
         learn, act = ([size / row[f"time/{name}_s"] for row in own] for name in ("learn", "policy"))
-        keys = ("floor", "forward", "paused")
-        floor, forward, paused = ([2 / (a[key] + b[key]) for a, b in pairs] for key in keys)
+        floor, forward = ([2 / (a[key] + b[key]) for a, b in pairs] for key in ("floor", "forward"))
         median = statistics.median
         shares = {
             name: [x / y for x, y in zip(*two, strict=True)]
-            for name, two in dict(learner=(learn, floor), acting=(act, forward), paused=(act, paused)).items()
+            for name, two in dict(learner=(learn, floor), acting=(act, forward)).items()
         }
         found = dict(
             matrix_product_gflops=median(one["product"] for one in self.measured),
@@ -260,18 +202,11 @@ class Rounds:
             learner_rows_per_s=median(learn),
             learner_gflops=median(learn) * self.gflop(),
             forward_rows_per_s=median(forward),
-            paused_rows_per_s=median(paused),
             acting_rows_per_s=median(act),
             acting_batch=self.batch,
         )
         for name, each in shares.items():
             found |= {f"{name}_share": median(each), f"{name}_shares": each}
-        found["update_shares"] = self.operations.shares()
-        names = (f"{type(entry[0]).__name__}{i}" for i, entry in enumerate(self.networks))
-        found["pieces_rows_per_s"] = {
-            name: {piece: 1 / time for piece, time in each.items()}
-            for name, each in zip(names, self.pieces, strict=True)
-        }
         return found
 
 
@@ -287,9 +222,7 @@ def main(argv=None) -> int:
     module, made = importlib.import_module(options.script), {}
     args = tyro.cli(module.Args, args=flags.split())
     if not getattr(args, "sync", True) or getattr(args, "num_groups", 1) > 1:
-        parser.error(
-            f"{options.script}: needs -- --sync --num-groups 1, else actors share the cores with what is timed"
-        )
+        parser.error(f"{options.script}: needs -- --sync --num-groups 1, else actors share the cores with it")
     for name in UNCOUNTED.get(options.script, ()):
         value = getattr(args, name)
         if value != getattr(module.Args(), name):
@@ -304,8 +237,9 @@ def main(argv=None) -> int:
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:
         for name in {"Agent", "RND", "SND"} & vars(module).keys():  # keep the networks that `train` makes
             stack.enter_context(mock.patch.object(module, name, keep(getattr(module, name), made)))
-        for name, method in rounds.hooks(module.Logger).items():
-            stack.enter_context(mock.patch.object(module.Logger, name, method))
+        log = module.Logger.log
+        timed = mock.patch.object(module.Logger, "log", lambda logger, metrics: rounds.after(logger, log, metrics))
+        stack.enter_context(timed)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # that it was stopped
                 module.train(args)

@@ -1,8 +1,8 @@
 """Tables, plots and a page from the committed results, beside the published numbers.
 
     python benchmark/report.py            # the tables between marks in README.md and benchmark/README.md,
-                                          # results/plots/*.png and results/index.html
-    python benchmark/report.py --results FOLDER    # of run.py --results FOLDER: FOLDER/README.md, index.html and plots
+                                          # results/plots/curves.png and results/index.html
+    python benchmark/report.py --results FOLDER    # of run.py --results FOLDER: FOLDER/README.md and index.html
     python benchmark/report.py --check    # only say whether the committed tables are what the results generate
 
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
@@ -210,7 +210,7 @@ def table(entries: list[dict]) -> list[str]:
         for split, scores in cell["splits"].items():
             first, theirs = cell["done"][0], cell["published"].get(split, [])
             difference = ", ".join(f"{statistics.mean(scores) - entry[0]:+.2f}" for entry in theirs) or "-"
-            kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} cores" for d in cell["done"])
+            kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} core" + "s" * (d["cores"] > 1) for d in cell["done"])
             value = number(scores, first["eval"]["splits"][split])
             row = [f"{job.game} ({split})", steps, seeds_of(cell), value, interval(scores)]
             row += [last_tenth(cell), shown(theirs), difference, "; ".join(dict.fromkeys(kinds)), commits(cell)]
@@ -268,17 +268,16 @@ SHARES = ("learner", "acting")
 
 def floor_table(results: Path = RESULTS) -> list[str]:
     """One line a file of results/floor: how near learner and acting come to their layers alone."""
-    head = ["script and flags", "matrix product", "layers alone", "learner", "share", "the update's time, %"]
-    lines = ["| " + " | ".join([*head, "forward only", "acting", "share; after pauses"]) + " |", "|" + "---|" * 9]
+    head = ["script and flags", "matrix product", "layers alone", "learner", "share", "forward only", "acting", "share"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 8]
     for path in sorted((results / "floor").glob("*.json")):
         one = json.loads(path.read_text())
         layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
         row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
         spans = {name: "{:.2f} to {:.2f}".format(*(f(one[f"{name}_shares"]) for f in (min, max))) for name in SHARES}
         row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}** ({spans['learner']})"]
-        row += [", ".join(f"{100 * share:.0f} {kind}" for kind, share in one["update_shares"].items() if share > 0.005)]
         row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
-        row += [f"**{one['acting_share']:.2f}** ({spans['acting']}); {one['paused_share']:.2f}"]
+        row += [f"**{one['acting_share']:.2f}** ({spans['acting']})"]
         lines.append("| " + " | ".join(row) + " |")
     return lines
 
@@ -325,33 +324,8 @@ def report(results: Path = RESULTS) -> str:
     return "\n".join(["# Results", "", *suite_tables(results)])
 
 
-def plots(results: Path = RESULTS):
-    """Training curves of each cell that has some, the published checkpoints drawn in."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder = results / "plots"
-    folder.mkdir(parents=True, exist_ok=True)
-    for cell in cells(results):
-        curves, job = {seed: c for seed, c in cell["curves"].items() if c}, cell["job"]
-        if not curves:
-            continue
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        for seed, values in curves.items():
-            axes.plot(*[*zip(*values, strict=True)][:2], linewidth=1, label=f"seed {seed}")
-        for marker, (what, known) in zip("*^", cell["checkpoints"], strict=False):
-            axes.plot(*zip(*known, strict=True), f"k{marker}", label=what)
-        axes.set(title=f"{job.variant} {job.game}", xlabel="agent steps", ylabel="training return")
-        axes.legend(fontsize="small")
-        name = f"{job.suite}_{job.variant.replace(':', '-')}_{job.game}.png"
-        figure.savefig(folder / name, dpi=100, metadata={"Software": None})
-        pyplot.close(figure)
-
-
 def picture(results: Path = RESULTS):
-    """The README's: a panel for each game that was trained for 400,000 steps or more, in windows of a fiftieth."""
+    """plots/curves.png: a panel for each game that was trained for 400,000 steps or more, in windows of a fiftieth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -378,6 +352,7 @@ def picture(results: Path = RESULTS):
         panel.legend(fontsize="x-small")
     for panel in axes.flat[len(games) :]:
         panel.remove()
+    (results / "plots").mkdir(exist_ok=True)
     figure.savefig(results / "plots" / "curves.png", dpi=100, metadata={"Software": None})
     pyplot.close(figure)
 
@@ -445,9 +420,7 @@ def page(results: Path = RESULTS) -> str:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 when the committed files are not these")
-    parser.add_argument(
-        "--results", type=Path, help="another folder of run.py's; README.md, index.html and plots there"
-    )
+    parser.add_argument("--results", type=Path, help="another folder of run.py's; README.md and index.html there")
     options = parser.parse_args(argv)
     results = options.results or RESULTS
     if not results.is_dir():
@@ -464,7 +437,6 @@ def main(argv=None) -> int:
         return int(bool(old))
     for path, text in files.items():
         matrix.write_atomically(path, text)
-    plots(results)
     picture(results)
     return 0
 

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -52,9 +52,6 @@ flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
 RND_512 = "--num-envs 512 --total-timesteps 2000000"
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
-REPLAY = """--channels 16 32 32 --num-envs 128 --num-groups 4 --num-steps 64 --minibatch-size 2048 --update-epochs 1
---replay-slots 16 --replay-proportion 3 --lr 0 2e-4 4e5 5e-4 1e6 2e-4 --ent-coef 0.005 --vtrace-lambda 0.9
---max-grad-norm 0 --precision bf16 --sync --total-timesteps 4000000"""
 
 # suite: (script, games, number of seeds, flags), in the order in which they are run
 SUITES = {
@@ -76,7 +73,6 @@ SUITES = {
     "long": [  # curves of hours on two cores
         ("ppo_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
-        ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("appo_atari:two-cores", ["Pong"], 1, f"{TWO_CORES} --total-timesteps 4000000"),
     ],
     "two_cores": [  # beside published curves at equal steps; 1 to 12 hours each on one core
@@ -88,7 +84,7 @@ SUITES = {
          f"{NARROW} --total-timesteps 1000000"),
         ("snd_breakout", ["Breakout"], 1, NO_REWARD),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
-        ("impala_procgen:replay", ["starpilot"], 1, REPLAY),
+        ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --precision bf16 --total-timesteps 2000000"),
     ],
     "gpu": [
         ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
@@ -325,46 +321,6 @@ def local(cells: list[Job], options) -> int:
     return 128 + stopping[0] if stopping else int("failed" in states)
 
 
-def ray_cluster(cells: list[Job], options) -> int:
-    """Every cell a task of an existing Ray cluster; what comes back is recorded here, as it comes.
-
-    The nodes need the packages of requirements.txt. An unfinished run stays in --runs of the node that ran it, so that
-    folder should be one that all nodes share.
-    """
-    import ray
-
-    working = dict(working_dir=str(ROOT), excludes=["runs", ".git", "benchmark/results"])
-    ray.init(address=options.ray_address, runtime_env=working, log_to_driver=False)
-
-    threads, runs = max(int(options.ray_cpus), 1), str(options.runs.resolve())
-    deadline = time.time() + 60 * options.max_minutes if options.max_minutes else None
-
-    @ray.remote(num_cpus=options.ray_cpus, num_gpus=options.ray_gpus, max_retries=2)
-    def task(cell):
-        sys.path.insert(0, "benchmark")  # of the working directory, which Ray has copied to the node
-        import run as module
-
-        late = deadline and time.time() >= deadline
-        result = None if late else module.execute(module.Job(*cell), Path(runs), threads, deadline)
-        return result, ray.get_runtime_context().get_node_id()
-
-    revision = subprocess.run("git describe --always --dirty --abbrev=40", shell=True, cwd=ROOT, capture_output=True)
-    pending, states = {task.remote(astuple(job)): job for job in cells}, []
-    while pending:
-        (ready,), _ = ray.wait(list(pending), num_returns=1)
-        job = pending.pop(ready)
-        try:
-            result, node = ray.get(ready)
-        except ray.exceptions.RayError as error:  # the node died more often than its task is retried
-            result, node = ("", collect(job, Path("/nonexistent"), error=str(error).splitlines()[-1])[1]), "-"
-        if result:  # the copy on the node is no repository
-            result[1]["git"] = revision.stdout.decode().strip() or None
-        states.append(record(job, result, options.results))
-        print(f"{states[-1]:8} {job.suite} {job.name} on {node[:8]}", flush=True)
-    ray.shutdown()
-    return int("failed" in states)
-
-
 def slurm(cells: list[Job], options) -> str:
     """One array script: task k runs cell k, and can be submitted again to go on."""
     lines = ["#!/bin/bash", f"#SBATCH --array=0-{len(cells) - 1}", f"#SBATCH --job-name={options.suite}"]
@@ -395,10 +351,7 @@ def main(argv=None) -> int:
     parser.add_argument("--max-minutes", type=float, default=0, help="stop cleanly after this; 0 = when all is done")
     parser.add_argument("--runs", type=Path, help="folder of the runs; runs/benchmark, or runs in --results if given")
     parser.add_argument("--results", type=Path, help="benchmark/results; an empty one runs everything again")
-    parser.add_argument("--launcher", choices=["local", "ray", "slurm"], default="local")
-    parser.add_argument("--ray-address", default="auto", help="of a running cluster")
-    parser.add_argument("--ray-cpus", type=float, default=8, help="cores of a run")
-    parser.add_argument("--ray-gpus", type=float, default=0, help="GPU share of a run; with 0 Ray hides the GPUs")
+    parser.add_argument("--launcher", choices=["local", "slurm"], default="local")
     options = parser.parse_args(argv)
     options.runs = options.runs or (options.results / "runs" if options.results else ROOT / "runs" / "benchmark")
     options.results = options.results or ROOT / "benchmark" / "results"
@@ -416,7 +369,7 @@ def main(argv=None) -> int:
     if options.launcher == "slurm":
         print(slurm(cells, options))
         return 0
-    return (ray_cluster if options.launcher == "ray" else local)(cells, options)
+    return local(cells, options)
 
 
 if __name__ == "__main__":

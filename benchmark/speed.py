@@ -17,8 +17,8 @@ flags. Peers run with a python of their own, --peer-python (peers.sh makes them)
 (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
 
 Beside another revision, which is checked out into a temporary git worktree, whole processes are timed, from the start
-of Python to its end, nothing subtracted (but steps/s of metrics.csv without the first iteration are printed too), each
-script with the flags in PROCESSES and those after `--`, which both versions must know.
+of Python to its end, nothing subtracted, each script with the flags in PROCESSES and those after `--`, which both
+versions must know.
 """
 
 import argparse
@@ -277,8 +277,8 @@ def child(options, flags: list[str]) -> dict:
 PROCESSES = {  # whole processes beside those of another revision: some iterations, about a minute on one core
     "ppo_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 64 --num-steps 32 --minibatch-size 1024 "
     "--total-timesteps 8192",
-    "impala_procgen": "--env-id starpilot --channels 16 32 32 --num-steps 50 --minibatch-size 400 "
-    "--total-timesteps 6400",
+    "impala_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 16 --num-groups 2 --num-steps 50 "
+    "--minibatch-size 400 --update-epochs 3 --replay-proportion 0 --total-timesteps 6400",
     "ppo_atari_rnd": "--env-id MontezumaRevenge --num-envs 16 --num-steps 128 --minibatch-size 512 "
     "--predictor-share 0.25 --warmup-steps 50 --total-timesteps 8192",
     "ppo_atari_snd": "--env-id MontezumaRevenge --num-envs 16 --num-steps 64 --minibatch-size 256 "
@@ -288,7 +288,7 @@ PROCESSES = {  # whole processes beside those of another revision: some iteratio
 
 
 def process(source: Path, name: str, flags: list[str]) -> dict:
-    """A whole run of a script of `source`: seconds of the process, steps/s of its metrics.csv after iteration 1."""
+    """A whole run of a script of `source`: its steps, the seconds and the memory of the process."""
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "output"), "w+") as output:
         fixed = ["--run-dir", folder, "--run-name", "run", "--quiet", "--eval-episodes", "0"]
         command = [sys.executable, str(source / f"{name}.py"), *flags, *fixed]
@@ -306,15 +306,8 @@ def process(source: Path, name: str, flags: list[str]) -> dict:
             lines = [line for line in output.read().splitlines() if line.strip(" │╭╮╰╯─")]
             raise RuntimeError(f"{source}/{name}.py: exit code {running.returncode}: {lines[-1]}")
         with open(Path(folder, "run", "metrics.csv"), newline="") as file:
-            rows = [(int(row["step"]), float(row["time/sps"])) for row in csv.DictReader(file)]
-    before = [step for step, _ in rows[:-1]]
-    later = sum((step - last) / sps for last, (step, sps) in zip(before, rows[1:], strict=True))
-    rate = (rows[-1][0] - rows[0][0]) / later if later else float("nan")
-    found = dict(wall=wall, cpu=used.ru_utime + used.ru_stime, peak_gib=used.ru_maxrss / 2**20)
-    return found | dict(steps=rows[-1][0], sps=rows[-1][0] / wall, later_sps=rate)
-
-
-RATIOS = {"wall": "wall time", "cpu": "CPU time", "later": "wall time after iteration 1"}
+            steps = [int(row["step"]) for row in csv.DictReader(file)][-1]
+    return dict(wall=wall, cpu=used.ru_utime + used.ru_stime, peak_gib=used.ru_maxrss / 2**20, steps=steps)
 
 
 def revision(against: str, scripts: list[str], pairs: int, flags: list[str]) -> dict:
@@ -341,17 +334,16 @@ def beside_revision(name: str, flags: list[str], other: Path, pairs: int) -> dic
         for side, source in (("old", other), ("new", ROOT)):
             one = process(source, name, flags)
             found[side].append(one)
-            print(f"  {side} {one['steps']:,} steps: {one['wall']:.1f} s wall, {one['cpu']:.1f} s CPU, ", end="")
-            print(f"{one['sps']:,.1f} steps/s; after iteration 1 {one['later_sps']:,.1f} steps/s", flush=True)
+            rate = one["steps"] / one["wall"]
+            print(f"  {side}: {one['wall']:.1f} s wall, {one['cpu']:.1f} s CPU, {rate:,.1f} steps/s", flush=True)
     for old, new in zip(found["old"], found["new"], strict=True):
         if old["steps"] != new["steps"]:
             raise RuntimeError(f"{name}.py: {old['steps']} and {new['steps']} steps are not the same work")
         found.setdefault("wall_ratios", []).append(old["wall"] / new["wall"])
         found.setdefault("cpu_ratios", []).append(old["cpu"] / new["cpu"])
-        found.setdefault("later_ratios", []).append(new["later_sps"] / old["later_sps"])
-    for kind, text in RATIOS.items():
+    for kind in ("wall", "cpu"):
         each = found[f"{kind}_ratios"]
-        print(f"  old / new, {text}: {statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})", flush=True)
+        print(f"  old / new, {kind}: {statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})", flush=True)
     return found
 
 

@@ -6,13 +6,14 @@ import impala_procgen
 import numpy as np
 import pytest
 import torch
+import tyro
 from impala_procgen import Agent, Args, UsageError, evaluate, train, vtrace
 
 from conftest import SAME_STEP, FakeVecEnv, Snow, impala_network, random_episodes, read
 
 SHAPE = (3, 16, 16)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=64, update_epochs=1, channels=(4, 4, 4), sync=True)
-SMALL |= dict(eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+SMALL |= dict(replay_slots=0, replay_proportion=0, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
 
 
 def run(tmp_path, envs, iterations=1, name="run", **changes):
@@ -28,14 +29,16 @@ def fake(num_envs=4, seed=0, cls=FakeVecEnv):
     return cls(random_episodes(num_envs, seed), SAME_STEP, shape=SHAPE)
 
 
-def test_defaults_match_reference_table():
-    """The competition's IMPALA; clip and epsilon are RLlib's 0.5 and 1e-8 over the 1,600 rows whose sum it takes."""
+def test_the_entrys_setting_matches_reference_table():
+    """The docstring's command; clip and epsilon are RLlib's 0.5 and 1e-8 over the 1,600 rows whose sum it takes."""
+    command = impala_procgen.__doc__.split("python impala_procgen.py ")[-1].split("\n\n")[0]
+    args = tyro.cli(Args, args=command.split())
     expected = dict(num_envs=16, num_groups=2, num_steps=200, minibatch_size=1600, update_epochs=3, gamma=0.99)
     expected |= dict(lr=(0, 1e-4, 1e6, 5e-4, 8e6, 1e-4), vf_coef=0.5, ent_coef=(0.01,), stack="gap", vtrace_lambda=1)
     expected |= dict(channels=(32, 64, 64), pool="avg", input_shift=128, ortho_heads=False)
-    expected |= dict(max_grad_norm=0.5 / 1600, adam_eps=1e-8 / 1600, replay_proportion=0)
+    expected |= dict(max_grad_norm=0.5 / 1600, adam_eps=1e-8 / 1600, replay_slots=0, replay_proportion=0)
     expected |= dict(total_timesteps=8_000_000, distribution_mode="easy", num_levels=0, env_id="bigfish")
-    assert {name: getattr(Args(), name) for name in expected} == expected
+    assert {name: getattr(args, name) for name in expected} == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- maths

@@ -330,6 +330,7 @@ BAD = {  # flags, and what the one line must hold
         ("--minibatch-size 1", "--minibatch-size 1 2 64"),
         ("--minibatch-size 65", "--minibatch-size 65 64"),
         ("--total-timesteps 63", "--total-timesteps 63 64"),
+        ("--seed -1", "--seed"),
         ("--num-envs 0", "--num-envs"),
         ("--num-steps -3", "--num-steps"),
         ("--update-epochs 0", "--update-epochs"),

@@ -74,7 +74,7 @@ def test_folder_of_results(tmp_path, capsys):
     (cell,) = [cell for cell in data if cell["n"]]
     assert cell["game"] == "bigfish" and cell["curves"] == [[[4_000_000, 1.0], [7_996_800, 3.0]]] and cell["known"]
     pictures = {path.name: path.read_bytes()[:4] for path in (tmp_path / "plots").iterdir()}
-    assert pictures == dict.fromkeys(["gpu_ppo_procgen_bigfish.png", "curves.png"], b"\x89PNG")
+    assert pictures == {"curves.png": b"\x89PNG"}
 
     with pytest.raises(SystemExit):
         report.main(["--results", str(tmp_path / "nowhere")])
@@ -109,6 +109,12 @@ def test_intervals():
     mean, low, high = map(float, re.findall(r"[\d.]+", report.interval(scores)))
     assert mean == pytest.approx(np.mean(sorted(scores)[1:5]), abs=0.005) and 4.3 < low < mean < high < 6.79
     assert report.interval(scores) == report.interval(scores) and report.interval(scores[:2]) == "-"
+
+
+def test_smooth():
+    """Of each window its last step, and the mean over its games, of which long ones are few."""
+    rows = [(10, 1.0, 3), (90, 5.0, 1), (110, 7.0, 2)]
+    assert report.smooth(rows, 100) == ([90, 110], [2.0, 7.0])
 
 
 def test_published_numbers():
@@ -154,10 +160,10 @@ def test_marked_tables_are_filled(tmp_path):
     write(tmp_path, "ppo_procgen/bigfish/seed1", 12.0)
     write(tmp_path, "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nno memory | left")
     (tmp_path / "floor").mkdir()
-    shares = dict(learner_share=0.75, acting_share=0.5, paused_share=0.6, acting_batch=16)
+    shares = dict(learner_share=0.75, acting_share=0.5, acting_batch=16)
     shares |= dict(learner_shares=[0.75, 0.7, 0.9], acting_shares=[0.5, 0.5, 0.52])
     rates = dict(layers_alone_rows_per_s=1000, layers_alone_gflops=50, learner_rows_per_s=750, forward_rows_per_s=200)
-    rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80, update_shares=dict(layers=0.7, none=0.0, rest=0.3))
+    rates |= dict(acting_rows_per_s=100, matrix_product_gflops=80)
     (tmp_path / "floor" / "x.json").write_text(json.dumps(dict(script="appo_atari", flags="--sync") | shares | rates))
     text = "a\n<!-- results -->\nold\n<!-- end of results -->\nb\n<!-- floor -->\n<!-- end of floor -->\nc"
     done = report.filled(text, tmp_path)

@@ -183,28 +183,3 @@ def test_slurm_prints_an_array(tmp_path, capsys):
     assert done.returncode == 7  # a failure is one for Slurm, too
     assert run.main(["--suite", "gpu", "--exactly", "--only", cells[3].name, "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_ray_cluster_of_two_nodes(tmp_path, monkeypatch, capsys):
-    """Every cell is a task of the cluster, both nodes work, results and failures come back."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1))
-    try:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-        rows = [("ppo_procgen", ["starpilot", "nogame"], 3, f"{TINY} --total-timesteps 2048")]
-        ray_flags = ["--launcher", "ray", "--ray-address", cluster.address, "--ray-cpus", "1"]
-        assert bench(tmp_path, monkeypatch, rows, *ray_flags) == 1
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-    out = capsys.readouterr().out
-    nodes = {line.split(" on ")[1] for line in out.splitlines() if " on " in line}
-    assert len(nodes) == 2 and out.count("done ") == 3 and out.count("failed ") == 3
-    for seed in (1, 2, 3):
-        found = result(tmp_path, f"ppo_procgen/starpilot/seed{seed}")
-        assert found["status"] == "done" and found["steps"] == 2048 and found["git"]
-        assert "nogame" in result(tmp_path, f"ppo_procgen/nogame/seed{seed}")["error"]
