@@ -22,7 +22,7 @@ KINDS = {  # `many`: an iteration of 64 rows; `half`: of 32
     "impala_procgen": dict(
         shape=(3, 16, 16),
         autoreset=SAME_STEP,
-        many=dict(minibatch_size=64, channels=(4, 4, 4)),
+        many=dict(minibatch_size=64, channels=(4, 4, 4), update_epochs=3, replay_slots=0, replay_proportion=0),
         half=dict(minibatch_size=32),
     ),
 }
@@ -162,7 +162,7 @@ def test_a_published_copy_is_never_written_to():
         return actors.agent.version
 
     agent.version = 0
-    actors = appo_atari.Actors([None], agent, rollout, 1000, size=1, ahead=1, total=2)
+    actors = appo_atari.Actors([None], agent, rollout, 1000, size=1, ahead=1, num_rollouts=2)
     publish(0)
     threading.Thread(target=lambda: [publish(version) for version in range(1, 300)]).start()
     first = actors.dataset()

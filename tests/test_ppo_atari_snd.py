@@ -236,7 +236,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
         patch.setattr(ppo_atari_snd, "hide_tiles", lambda x: x.flip(3))
         envs = fake(dummy_reward=100.0)
         options = dict(update_epochs=2, lr=(1e-3,), adam_eps=0.01, clip=1e-3, vf_coef=0.7, gamma=0.95, gamma_int=0.9)
-        options |= dict(max_grad_norm=0.05, eta=1.2, ent_coef=(0.1,), int_coef=0.8) | changes
+        options |= dict(max_grad_norm=0.05, eta=1.9, ent_coef=(0.1,), int_coef=0.8) | changes
         metrics, saved = run(tmp_path, envs, iterations=2, **options)
     args = Args(**(SMALL | options))
     kind, net = args.target, args.snd_net
