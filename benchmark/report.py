@@ -283,17 +283,19 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 
 def short_table(results: Path = RESULTS) -> list[str]:
-    """What has a result or failed, for the README: evaluation beside the published number."""
+    """Twelve rows for the README, those with a published number first: evaluations, and what failed."""
     lines = ["| suite, script, game | steps | n | evaluation | published at these steps |", "|" + "---|" * 5]
+    rows = []
     for cell in cells(results):
         start = f"{cell['job'].suite}, `{cell['job'].variant}`, {cell['job'].game}"
         for split, scores in cell["splits"].items():
             value = number(scores, cell["done"][0]["eval"]["splits"][split])
             row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value]
-            lines.append("| " + " | ".join([*row, shown(cell["published"].get(split, []))]) + " |")
+            theirs = cell["published"].get(split, [])
+            rows.append((not theirs, "| " + " | ".join([*row, shown(theirs)]) + " |"))
         if cell["failed"] and not cell["done"]:
-            lines.append(f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - |")
-    return lines
+            rows.append((True, f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - |"))
+    return lines + [line for _, line in sorted(rows, key=lambda row: row[0])[:12]]
 
 
 def suite_tables(results: Path = RESULTS) -> list[str]:
