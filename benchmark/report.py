@@ -326,6 +326,10 @@ def report(results: Path = RESULTS) -> str:
     return "\n".join(["# Results", "", *suite_tables(results)])
 
 
+IMPALA = "impala_procgen_starpilot_1m/long_fragments_64"
+BY_HAND = {"starpilot": [("impala_procgen:narrow", [f"{IMPALA}_seed1", f"{IMPALA}_seed2"])]}  # runs that no suite has
+
+
 def picture(results: Path = RESULTS):
     """plots/curves.png: a panel for each game that was trained for 400,000 steps or more, in windows of a fiftieth."""
     import matplotlib
@@ -344,10 +348,13 @@ def picture(results: Path = RESULTS):
     size = (4.5 * columns, 3.2 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
-        for i, cell in enumerate(group):
-            for values in cell["curves"].values():
-                panel.plot(*smooth(values, cell["steps"] / 50), f"C{i}", linewidth=1)
-            panel.plot([], [], f"C{i}", label=f"{cell['job'].variant}, n = {len(cell['done'])}")
+        lines = [(cell["job"].variant, list(cell["curves"].values())) for cell in group]
+        for name, files in BY_HAND.get(game, []):
+            lines.append((name, [curve(RESULTS / "curves" / file / "metrics.csv") for file in files]))
+        for i, (name, curves) in enumerate(lines):
+            for values in curves:
+                panel.plot(*smooth(values, values[-1][0] / 50), f"C{i}", linewidth=1)
+            panel.plot([], [], f"C{i}", label=f"{name}, n = {len(curves)}")
         for marker, (what, known) in zip("*^", group[0]["checkpoints"], strict=False):
             panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what.split(' (')[0]}")
         panel.set(title=game, xlabel="agent steps", ylabel="return of training games")
@@ -363,7 +370,7 @@ def smooth(values: list, window: float) -> tuple[list, list]:
     """Rows (step, mean return, games) -> steps and mean returns of the games in each window of steps."""
     windows = {}
     for step, score, games in values:
-        windows.setdefault(int(step // window), []).append((step, score, games))
+        windows.setdefault(int((step - 1) // window), []).append((step, score, games))
     steps = [part[-1][0] for part in windows.values()]
     means = [sum(score * n for _, score, n in part) / sum(n for *_, n in part) for part in windows.values()]
     return steps, means
