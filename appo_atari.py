@@ -329,12 +329,8 @@ RATIO_RANGE = (0.05, 20)  # Sample Factory's safety limits of the ratio
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
-
-    torch.multinomial does the same, but makes the CPU wait for the GPU.
-    """
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / noise).argmax(-1)
+    """Draw from Categorical(logits): (B, A) -> (B,)."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -387,7 +383,8 @@ def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
     """What the loss is made of, each (B,): logits (B, A) and value (B,) are the new ones.
 
     policy: negated clipped surrogate; value: the larger of the plain and the clipped squared error,
-    in normalised returns; approx_kl: the estimate r - 1 - log r of KL(old || new).
+    in normalised returns (the old value by statistics of acting, the target by present ones);
+    approx_kl: the estimate r - 1 - log r of KL(old || new).
     """
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
@@ -454,10 +451,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` rollouts make a dataset,
-    `num_rollouts` are played. While the learner waits for dataset d, rollouts up to the end of
-    dataset d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old
-    when their learning begins. With `ahead` = 0 actors wait while the learner trains.
+    Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
+    make a dataset. Beyond the dataset that the learner waits for, `ahead` more may be under way: so
+    when a row is learned from, at most the SGD steps of `ahead` datasets were made since it was
+    played. With `ahead` = 0 actors wait while the learner trains.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -648,6 +645,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.lap("queue_wait")
 
             # Targets, in rewards
+            # As in Sample Factory before the update, so that even the first ratio is not quite 1.
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             _, last_value = predict(batch["obs"][T:])
             values = torch.cat([batch.pop("value_in_rewards"), last_value]).cpu()
@@ -705,7 +703,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     optimizer.step()
                     agent.version += 1
                     actors.publish(agent)
-                if args.vtrace and epoch == 0:
+                if args.vtrace and epoch == 0:  # of its targets, which are made here
                     agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
 
             # Metrics: with torchrun the losses are all ranks', the games rank 0's

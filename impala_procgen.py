@@ -275,12 +275,8 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
-
-    torch.multinomial does the same, but makes the CPU wait for the GPU.
-    """
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / noise).argmax(-1)
+    """Draw from Categorical(logits): (B, A) -> (B,)."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
@@ -364,10 +360,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Group k % G plays rollout k: rollout(group, actors, T) -> dict. `size` rollouts make a dataset,
-    `num_rollouts` are played. While the learner waits for dataset d, rollouts up to the end of
-    dataset d + `ahead` have been submitted: so rows are at most `ahead` datasets of SGD steps old
-    when their learning begins. With `ahead` = 0 actors wait while the learner trains.
+    Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
+    make a dataset. Beyond the dataset that the learner waits for, `ahead` more may be under way: so
+    when a row is learned from, at most the SGD steps of `ahead` datasets were made since it was
+    played. With `ahead` = 0 actors wait while the learner trains.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):

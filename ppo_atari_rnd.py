@@ -376,12 +376,8 @@ class RND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits), (B, A) -> (B,): argmax(p / e), e ~ Exp(1), has distribution p.
-
-    torch.multinomial does the same, but makes the CPU wait for the GPU.
-    """
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / noise).argmax(-1)
+    """Draw from Categorical(logits): (B, A) -> (B,)."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
