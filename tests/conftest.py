@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
 NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+LOSSES = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")
 
 
 def pytest_addoption(parser):
@@ -291,9 +292,6 @@ def plain_step(optimizer, loss, weights, limit=0):
     norm = torch.nn.utils.clip_grad_norm_(weights, limit or np.inf)
     optimizer.step()
     return norm
-
-
-LOSSES = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")
 
 
 def assert_metrics(metrics, losses, advantages, goals, valid, raw, bonus):

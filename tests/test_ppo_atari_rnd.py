@@ -93,8 +93,10 @@ def plain_rnd(w, net, x):
 
 
 def test_a_pixel_that_never_changes_has_a_small_deviation():
-    """But not zero, however long it was seen."""
+    """But not zero, however long it was seen; its mean is of all rows, also of more than are summed at once."""
     constant = RunningMoments((2,))
+    constant.update(torch.full((700, 2), 255, dtype=torch.uint8))
+    assert constant.mean().tolist() == pytest.approx([255, 255])
     constant.sums += torch.tensor([1.0, 255.0, 255.0**2])[:, None].double() * 2e9
     assert (constant.std() > 0).all() and (constant.std() < 1e-2).all()
 
@@ -103,11 +105,14 @@ def test_bonus_and_loss_have_one_precision():
     """Under bf16 both are differences of float32: in bf16 what is left of two near features would be noise."""
     rnd = RND((1, 44, 44), 64)
     frames = torch.randint(0, 256, (32, 1, 44, 44), dtype=torch.uint8)
+    frames[0, 0, 0, :2] = torch.tensor([255, 0])
+    frames[1:, 0, 0, :2] = 100
     rnd.frames.update(frames)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         x = rnd.preprocess(frames)
         prediction, target = rnd.predictor(x), rnd.target(x)
         error = rnd.error(frames, rnd.features(frames))
+    assert x.max() == 5 and x.min() == -5  # of one that deviates by the root of 31
     assert prediction.dtype == torch.bfloat16 and error.dtype == torch.float32
     assert torch.equal(error, (prediction.float() - target.float()).square().mean(1))
     assert not torch.equal(error, (prediction - target).square().mean(1).float())

@@ -173,8 +173,7 @@ def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
     metric |= dict(zip(conftest.LOSSES, np.mean(terms, 0), strict=False))
     metric |= {"train/kl": np.mean(terms[-2:], 0)[-1], "train/lr": lrs[1], "train/ent_coef": ent_coefs[1]}
     assert next(order, None) is None
-    felt = max(norm for *_, norm, _ in terms) > 0.2 if openai else 0 < metric["train/clip_frac"] < 1
-    assert felt  # the clipping
+    assert max(norm for *_, norm, _ in terms) > 0.2 if openai else 0 < metric["train/clip_frac"] < 1  # it was felt
     for name, expected in metric.items():
         assert metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-6), name
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
