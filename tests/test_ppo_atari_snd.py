@@ -196,7 +196,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
         patch.setattr(ppo_atari_snd, "hide_tiles", lambda x: x.flip(3))
         envs = fake(dummy_reward=100.0)
         options = dict(update_epochs=2, lr=(1e-3,), adam_eps=0.01, clip=1e-3, vf_coef=0.7, gamma=0.95, gamma_int=0.9)
-        options |= dict(max_grad_norm=0.05, eta=1.9, ent_coef=(0.1,), int_coef=0.8) | changes
+        options |= dict(max_grad_norm=0.05, eta=1.9, ent_coef=(3.0,), int_coef=0.8) | changes
         metrics, saved = run(tmp_path, envs, iterations=2, **options)
     args = Args(**(SMALL | options))
     kind, net = args.target, args.snd_net
@@ -243,7 +243,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
             value_error = ((value - goals[keep]).square() * in_use).sum(1) / 2
             parts = now, value_error, action[keep], advantage[keep], logp[keep]
             terms = conftest.plain_ppo(*parts, 1 - args.clip, 1 + args.clip)
-            loss = terms[0] + 0.7 * terms[1] - 0.1 * terms[2]
+            loss = terms[0] + 0.7 * terms[1] - 3 * terms[2]
             norm = conftest.plain_step(optimizer, loss, w.values(), 0.05)
             losses.append([x.item() for x in (*terms, norm)])
         for rows in (order if args.motivation_passes != "one" else torch.arange(T * N)).split(args.minibatch_size):
