@@ -8,12 +8,15 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
 NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
+LOSSES = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")
 
 
 def pytest_addoption(parser):
@@ -46,8 +49,6 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def one_thread(request):
     """The fastest for tiny networks, and the same on every machine."""
-    import torch
-
     torch.set_num_threads(1)
     if request.config.getoption("--compile"):
         torch.compiler.reset()  # PyTorch gives a function up, with a warning, after eight compilations in one process
@@ -57,6 +58,21 @@ def rows(folder):
     """The rows of a run's metrics.csv."""
     with open(folder / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+read = rows  # where `rows` are those of a rollout
+
+
+def runner(module, small):
+    """run(tmp_path, envs, iterations, name, **changes), which trains -> the last metrics, the checkpoint."""
+
+    def run(tmp_path, envs, iterations=1, name="run", **changes):
+        args = module.Args(**(small | dict(run_dir=str(tmp_path), run_name=name) | changes))
+        args.total_timesteps = iterations * args.num_envs * args.num_steps
+        metrics = module.train(args, envs)
+        return metrics, torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+
+    return run
 
 
 def timeless(folder):
@@ -152,30 +168,24 @@ def random_episodes(num_envs, seed=0, count=6, ends=("terminated", "truncated"),
     ]
 
 
-class RareDoor(gym.vector.VectorEnv):
+class RareDoor(FakeVecEnv):
     """A corridor, next-step autoreset, with its door at the far end, which random play hardly ever reaches.
 
     Odd actions walk on, even ones back. The only reward is behind the door; a game is cut after `limit` steps.
     A frame shows the position as a bright square; `reached` counts the games that got through the door.
     """
 
-    metadata = {"autoreset_mode": NEXT_STEP}
+    depth, limit, reached = 20, 60, 0
 
-    def __init__(self, num_envs=8, depth=20, limit=60, shape=(4, 44, 44)):
-        self.num_envs, self.depth, self.limit, self.reached = num_envs, depth, limit, 0
-        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
-        self.single_action_space = gym.spaces.Discrete(4)
-        self.position, self.t, self.over = np.zeros(num_envs, int), np.zeros(num_envs, int), np.zeros(num_envs, bool)
+    def __init__(self, num_envs=8):
+        super().__init__([[]] * num_envs, shape=(4, 44, 44))
+        self.position = np.zeros(num_envs, int)
 
-    def frames(self):
-        frames = np.zeros((self.num_envs, *self.single_observation_space.shape), np.uint8)
-        for env, position in enumerate(self.position):
-            y, x = divmod(int(position), 5)
-            frames[env, :, 8 * y : 8 * y + 8, 8 * x : 8 * x + 8] = 255
-        return frames
-
-    def reset(self, *, seed=None, options=None):
-        return self.frames(), {}
+    def frame(self, env):
+        frame = np.zeros(self.shape, np.uint8)
+        y, x = divmod(int(self.position[env]), 5)
+        frame[:, 8 * y : 8 * y + 8, 8 * x : 8 * x + 8] = 255
+        return frame
 
     def step(self, actions):
         fresh, self.t = self.over, np.where(self.over, 0, self.t + 1)
@@ -241,8 +251,6 @@ def num_weights(module):
 
 def assert_initial(module, gains):
     """Zero biases; orthogonal weights, of the gain of the part they are in."""
-    import torch
-
     for name, weight in module.named_parameters():
         if "bias" in name:
             assert not weight.any(), name
@@ -267,22 +275,32 @@ def plain_gae(reward, value, ended, cut, gamma, lam):
     return advantage
 
 
-def plain_ppo(logits, value, action, advantage, goal, old_logp, clip, in_use):
-    """Means over the rows: losses of the policy and of the value heads, entropy, KL, share of ratios clipped."""
+def plain_ppo(logits, value_error, action, advantage, old_logp, low, high):
+    """Means over the rows: losses of the policy and of the values, entropy, KL, share of ratios clipped."""
     ratio = (logits.log_softmax(-1).gather(1, action[:, None])[:, 0] - old_logp).exp()
-    clipped = ratio.clamp(max=1 + clip).where(advantage > 0, ratio.clamp(min=1 - clip))
+    clipped = ratio.clamp(max=high).where(advantage > 0, ratio.clamp(min=low))
     probabilities = logits.softmax(-1)
     entropy = -(probabilities * probabilities.log()).sum(1).mean()
-    value_loss = ((value - goal).square() * in_use).sum(1).mean() / 2
-    outside = ((ratio - 1).abs() > clip).double().mean()
-    return -(clipped * advantage).mean(), value_loss, entropy, (ratio - 1 - ratio.log()).mean(), outside
+    outside = ((ratio < low) | (ratio > high)).double().mean()
+    return -(clipped * advantage).mean(), value_error.mean(), entropy, (ratio - 1 - ratio.log()).mean(), outside
 
 
-def assert_metrics(metrics, losses, advantages, goals, valid):
+def plain_step(optimizer, loss, weights, limit=0):
+    """An SGD step, with the gradient of `weights` clipped at `limit` if that is not 0 -> its norm before."""
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(weights, limit or np.inf)
+    optimizer.step()
+    return norm
+
+
+def assert_metrics(metrics, losses, advantages, goals, valid, raw, bonus):
     """losses: of each SGD step, plain_ppo's and the norm of the gradient; advantages: two (T, N); goals: (T, N, 2)."""
-    names = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")
-    for name, mean in zip(names, np.mean(losses, axis=0), strict=True):
+    for name, mean in zip(LOSSES, np.mean(losses, axis=0), strict=True):
         assert metrics[name] == pytest.approx(mean, rel=2e-3, abs=1e-7 if "kl" in name else 1e-4), (name, mean)
+    assert metrics["train/lr"] == pytest.approx(1e-3)
+    assert metrics["int/reward_raw"] == pytest.approx(raw.mean(), rel=1e-3)
+    assert metrics["int/reward_norm"] == pytest.approx(bonus.mean(), rel=1e-3)
     assert 0 < metrics["train/clip_frac"] < 1 and metrics["train/valid_frac"] == pytest.approx(valid.mean())
     for head, name in enumerate(("train", "int")):
         explained = 1 - advantages[head][valid].var() / goals[valid][:, head].var()
@@ -317,15 +335,8 @@ class Snow(FakeVecEnv):
         return np.random.default_rng(seeds).integers(0, 256, self.shape, np.uint8)
 
 
-def read(folder):
-    """The rows of a run's metrics.csv."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def impala_network(weights, obs, shift=128, pool="avg"):
     """The Procgen scripts' network in float64 from a dict of weights, with TensorFlow's SAME padding made explicit."""
-    import torch.nn.functional as F
 
     def conv(x, name):
         return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)

@@ -5,27 +5,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from appo_atari import Agent, Args, UsageError, gae, ppo_terms, train, vtrace
+from appo_atari import Agent, Args, UsageError, gae, ppo_terms, vtrace
 
-from conftest import NEXT_STEP, FakeVecEnv, Snow, random_episodes, read
+import conftest
+from conftest import FakeVecEnv, Snow, plain_gae, random_episodes, read
 
 SHAPE = (2, 44, 44)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=32, num_minibatches=2, update_epochs=1, sync=True)
 SMALL |= dict(eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
-
-
-def run(tmp_path, envs, iterations=1, name="run", **changes):
-    """Train -> the last metrics, the checkpoint."""
-    args = Args(**(SMALL | dict(run_dir=str(tmp_path), run_name=name) | changes))
-    args.total_timesteps = iterations * args.minibatch_size * args.num_minibatches
-    metrics = train(args, envs)
-    return metrics, torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+run = conftest.runner(appo_atari, SMALL)
 
 
 def fake(num_envs=4, cls=FakeVecEnv, **options):
     """Next-step episodes of one to six steps, with all kinds of ends."""
     episodes = random_episodes(num_envs, ends=("terminated", "truncated", "life"))
-    return cls(episodes, NEXT_STEP, shape=SHAPE, **options)
+    return cls(episodes, shape=SHAPE, **options)
 
 
 def test_defaults_match_reference_table():
@@ -41,25 +35,21 @@ def test_defaults_match_reference_table():
 # ------------------------------------------------------------------------------------------------------------- maths
 
 
-def plain_targets(reward, value, ended, cut, gamma, lam, rho=None):
-    """Advantages, targets (T, N) by the definitions' sums over each game, O(T^2); value (T + 1, N). rho: V-trace."""
-    T, N = reward.shape
-    target, advantage = value[:-1].copy(), np.zeros((T, N))
-    weight = np.ones((T, N)) if rho is None else np.minimum(rho, 1)
-    for n in range(N):
-        for t in range(T):
-            factor = 1.0
-            for k in range(t, T):
-                following = 0.0 if ended[k, n] else value[k + 1, n]
-                target[t, n] += factor * weight[k, n] * (reward[k, n] + gamma * following - value[k, n])
-                factor *= gamma * (lam if rho is None else weight[k, n])
-                if ended[k, n] or cut[k, n]:
-                    break
-        for t in range(T):
-            last = cut[t, n] or t == T - 1
-            following = 0.0 if ended[t, n] else value[t + 1, n] if last else target[t + 1, n]
-            advantage[t, n] = weight[t, n] * (reward[t, n] + gamma * following - value[t, n])
-    return (target - value[:-1] if rho is None else advantage), target
+def plain_vtrace(reward, value, ended, cut, rho, gamma):
+    """Targets, advantages (T, N) by the definition's sums over each game, O(T^2); value (T + 1, N)."""
+    target, advantage, rho = value.copy(), np.zeros(reward.shape), np.minimum(rho, 1)
+    for t, n in np.ndindex(*reward.shape):
+        factor = 1.0
+        for k in range(t, len(reward)):
+            following = 0.0 if ended[k, n] else value[k + 1, n]
+            target[t, n] += factor * rho[k, n] * (reward[k, n] + gamma * following - value[k, n])
+            factor *= gamma * rho[k, n]
+            if ended[k, n] or cut[k, n]:
+                break
+    for t, n in np.ndindex(*reward.shape):
+        following = 0.0 if ended[t, n] else value[t + 1, n] if cut[t, n] else target[t + 1, n]
+        advantage[t, n] = rho[t, n] * (reward[t, n] + gamma * following - value[t, n])
+    return target[:-1], advantage
 
 
 def test_gae_and_vtrace_are_the_definitions_sums():
@@ -68,44 +58,24 @@ def test_gae_and_vtrace_are_the_definitions_sums():
     reward, value, rho = rng.normal(size=(50, 6)), rng.normal(size=(51, 6)), rng.exponential(size=(50, 6))
     ended, cut = rng.random((2, 50, 6)) < 0.15
     columns = [torch.tensor(x, dtype=torch.float64) for x in (reward, value, ended, ended | cut, rho)]
-    expected, _ = plain_targets(reward, value, ended, cut, 0.95, 0.9)
+    expected = plain_gae(reward, value, ended, cut, 0.95, 0.9)
     np.testing.assert_allclose(gae(*columns[:4], 0.95, 0.9), expected, rtol=1e-12, atol=1e-12)
-    expected = plain_targets(reward, value, ended, cut, 0.95, None, rho)
-    vs, advantage = vtrace(*columns, 0.95)
-    np.testing.assert_allclose(advantage, expected[0], rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(vs, expected[1], rtol=1e-12, atol=1e-12)
+    expected = plain_vtrace(reward, value, ended, cut, rho, 0.95)
+    for got, plain in zip(vtrace(*columns, 0.95), expected, strict=True):
+        np.testing.assert_allclose(got, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_last_step_reward_matters():
-    """Sample Factory's V-trace loses the last reward; here it changes the last advantage by rho."""
-    zeros, value, rho = torch.zeros(3, 1), torch.ones(4, 1), torch.full((3, 1), 0.6)
-    reward = torch.zeros(3, 1)
-    before = vtrace(reward, value, zeros, zeros, rho, 0.9)[1]
-    reward[-1] = 2
-    assert (vtrace(reward, value, zeros, zeros, rho, 0.9)[1] - before)[-1].item() == pytest.approx(1.2)
-
-
-def test_vtrace_clamps_the_ratio_like_the_loss():
-    """To 0.05 from below, as Sample Factory does before V-trace limits it to 1 from above."""
-    columns = dict(action=torch.zeros(2, 1, dtype=torch.int64), logp=torch.tensor([[0.0], [-20.0]]))
-    columns |= dict(reward=torch.ones(2, 1), terminated=torch.ones(2, 1), done=torch.ones(2, 1))
-    logits = torch.tensor([-20.0, 0.0]).expand(3, 1, 2)  # log pi of action 0 is -20
-    columns = appo_atari.vtrace_columns(columns, logits, torch.zeros(3, 1), 0.9)
+def test_ratios_stay_within_their_limits():
+    """0.05 and 20 in the loss, and in V-trace 0.05 before it takes the smaller one of ratio and 1."""
+    logits = torch.tensor([-20.0, 0.0]).expand(2, 2)  # log pi of action 0 is -20
+    rows = dict(action=torch.zeros(2, dtype=torch.int64), logp=torch.tensor([0.0, -40.0]))
+    rows |= dict(advantage=torch.tensor([1.0, -1.0]), value=torch.zeros(2), target=torch.zeros(2))
+    terms = ppo_terms(logits, torch.zeros(2), rows, 0.1, 1.0)
+    assert terms["policy"].tolist() == pytest.approx([-0.05, 20])
+    rows |= dict(reward=torch.ones(2), terminated=torch.ones(2), done=torch.ones(2))
+    columns = {name: x[:, None] for name, x in rows.items()}
+    columns = appo_atari.vtrace_columns(columns, logits[:1].expand(3, 1, 2), torch.zeros(3, 1), 0.9)
     assert columns["advantage"].flatten().tolist() == pytest.approx([0.05, 1])
-
-
-def test_ppo_clip_interval_by_hand():
-    """[1 / 1.1, 1.1], not [0.9, 1.1]; the ratio never leaves [0.05, 20]; the worse value error counts."""
-    cases = [(1.05, 2, 1.05 * 2), (1.5, 2, 1.1 * 2), (0.5, -2, -2 / 1.1), (0.905, -2, -2 / 1.1)]
-    for ratio, advantage, surrogate in [*cases, (50, -1, -20), (1e-4, 1, 0.05)]:
-        p = 0.3
-        logits = torch.tensor([[np.log(p), np.log(1 - p)]], dtype=torch.float64)
-        rows = dict(advantage=float(advantage), target=3.0, logp=np.log(p / ratio), value=0.0)
-        rows = {name: torch.tensor([x]) for name, x in rows.items()} | dict(action=torch.tensor([0]))
-        terms = ppo_terms(logits, torch.tensor([2.0]), rows, 0.1, 1.0)
-        assert terms["policy"].item() == pytest.approx(-surrogate, rel=1e-6)
-        assert terms["value"].item() == pytest.approx(max((2 - 3) ** 2, (1 - 3) ** 2))
-        assert bool(terms["clip_frac"]) == (not 1 / 1.1 <= ratio <= 1.1)
 
 
 def test_normalizer_begins_with_a_row_and_bounds_the_deviation():
@@ -117,8 +87,8 @@ def test_normalizer_begins_with_a_row_and_bounds_the_deviation():
     normalizer.update(torch.from_numpy(x))
     mean = x.sum(0) / 100_001
     std = np.sqrt((255**2 + np.square(x).sum(0)) / 100_001 - mean**2 + 1e-5 * 255**2)
-    expected = ((x[:9] - mean) / std).clip(-5, 5)
-    np.testing.assert_allclose(normalizer.normalize(torch.from_numpy(x[:9])), expected, rtol=1e-5, atol=1e-6)
+    expected = ((2 * x[:9] - mean) / std).clip(-5, 5)
+    np.testing.assert_allclose(normalizer.normalize(torch.from_numpy(2 * x[:9])), expected, rtol=1e-5, atol=1e-6)
     back = normalizer.denormalize(torch.tensor([[1.0, -2.0], [7.0, -7.0]]))
     np.testing.assert_allclose(back, [mean + [1, -2] * std, mean + [5, -5] * std], rtol=1e-5)
 
@@ -233,10 +203,6 @@ class Plain:
         mean, std = moments(self.returns)
         return value.detach().clamp(-5, 5) * std + mean
 
-    def normalized(self, x):
-        mean, std = moments(self.returns)
-        return ((x - mean) / std).clamp(-5, 5)
-
 
 @pytest.mark.parametrize("vtrace, max_grad_norm", [(False, 0.3), (True, 0)])
 def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
@@ -257,7 +223,8 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
         predicted = predicted.view(16, 4)
         plain.frames = torch.cat([plain.frames, seen[:16].flatten(0, 1).double() / 255])
         value = torch.cat([value, plain.in_rewards(plain(seen[16])[1])]).view(17, 4).numpy()
-        advantage, target = map(torch.from_numpy, plain_targets(reward, value, ended, cut, gamma, 0.95))
+        advantage = torch.from_numpy(plain_gae(reward, value, ended, cut, gamma, 0.95))
+        target = advantage + value[:16]
         kept = torch.from_numpy(~dummy)
         explained = 1 - (advantage[kept].var() / target[kept].var()).item()  # of GAE's targets, V-trace or not
         if not vtrace:
@@ -274,30 +241,23 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
                     rho = (new_logp.view(16, 2) - logp[:, some]).exp().clamp(0.05, 20).numpy()
                     now = plain.in_rewards(now).view(17, 2).numpy()
                     rows = (reward[:, some], now, ended[:, some], cut[:, some])
-                    better, goal = map(torch.from_numpy, plain_targets(*rows, gamma, None, rho))
+                    goal, better = map(torch.from_numpy, plain_vtrace(*rows, rho, gamma))
                     goals.append(goal[keep])
-                better, goal, old = better[keep], plain.normalized(goal[keep]), predicted[:, some][keep]
+                mean, std = moments(plain.returns)
+                better, goal, old = better[keep], ((goal[keep] - mean) / std).clamp(-5, 5), predicted[:, some][keep]
                 better = (better - better.mean()) / better.std(correction=0)
                 new_logits, new_value = plain(seen[:16, some][keep])
-                new = new_logits.log_softmax(-1)
-                log_ratio = new.gather(-1, action[:, some][keep][:, None])[:, 0] - logp[:, some][keep]
-                ratio = log_ratio.exp().clamp(0.05, 20)
-                outside = ((ratio < 1 / 1.1) | (ratio > 1.1)).double().mean()
-                surrogate = torch.min(ratio * better, ratio.clamp(1 / 1.1, 1.1) * better).mean()
                 near = old + (new_value - old).clamp(-0.05, 0.05)
-                value_loss = torch.max((new_value - goal) ** 2, (near - goal) ** 2).mean()
-                entropy = -(new.exp() * new).sum(-1).mean()
-                adam.zero_grad()
-                (-surrogate + 0.5 * value_loss - ent_coef * entropy).backward()
-                norm = torch.nn.utils.clip_grad_norm_(plain.w.values(), max_grad_norm or np.inf)
-                adam.step()
-                approx_kl = (log_ratio.exp() - 1 - log_ratio).mean()
-                losses.append([x.item() for x in (-surrogate, value_loss, entropy, approx_kl, outside, norm)])
+                value_error = torch.max((new_value - goal) ** 2, (near - goal) ** 2)
+                parts = action[:, some][keep], better, logp[:, some][keep], 1 / 1.1, 1.1
+                policy, value_loss, entropy, *others = conftest.plain_ppo(new_logits, value_error, *parts)
+                loss = policy + 0.5 * value_loss - ent_coef * entropy
+                norm = conftest.plain_step(adam, loss, plain.w.values(), max_grad_norm)
+                losses.append([x.item() for x in (policy, value_loss, entropy, *others, norm)])
             if vtrace and epoch == 0:
                 plain.returns = torch.cat([plain.returns, *goals])
     assert not vtrace or max(outside for *_, outside, _ in losses) > 0
-    names = "loss/policy loss/value loss/entropy train/approx_kl train/clip_frac train/grad_norm".split()
-    np.testing.assert_allclose([metrics[name] for name in names], np.mean(losses, 0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose([metrics[name] for name in conftest.LOSSES], np.mean(losses, 0), rtol=1e-4, atol=1e-5)
     assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-3, abs=1e-4)
     assert metrics["train/valid_frac"] == pytest.approx(1 - dummy.mean())
     assert metrics["train/lr"] == pytest.approx(lr) and metrics["train/ent_coef"] == pytest.approx(ent_coef)
