@@ -65,18 +65,15 @@ def test_folder_of_results(tmp_path, capsys):
     assert bigfish[8] == "+2.43, -14.28"
     assert coinrun[3:5] == ["0", "failed: ppo_procgen.py: no memory / left"]
     assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[7].startswith("29.5")
-
     done = report.filled("a\n<!-- results -->\nold\n<!-- end of results -->\nb", tmp_path)
     assert done.startswith("a\n<!-- results -->\n| ") and "old" not in done and done.endswith("-->\nb")
     start = "| gpu, `ppo_procgen`, coinrun | 8,000,000 | 0 seeds, 1 failed"
     assert f"\n{start} | failed: ppo_procgen.py: no memory / left | - |\n" in done
-
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page.split("<script>")[0] and "src=" not in page and "href=" not in page
     (cell,) = [cell for cell in json.loads(re.search(r"const cells = (.*);\n", page)[1]) if cell["n"]]
     assert cell["game"] == "bigfish" and cell["curves"] == [[[4_000_000, 1.0], [7_996_800, 3.0]]] and cell["known"]
     assert (tmp_path / "plots" / "curves.png").read_bytes().startswith(b"\x89PNG")
-
     with pytest.raises(SystemExit):
         report.main(["--results", str(tmp_path / "nowhere")])
     assert "no such folder" in capsys.readouterr().err
