@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import torch
 import tyro
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows, timeless
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows, spy_on, timeless
 
 COMMON = "--num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2 --device cpu --torch-threads 1"
 PROCGEN = f"{COMMON} --env-id leaper --channels 4 4 4"
@@ -33,8 +34,7 @@ KINDS = {  # the flags of a real run of a second or two
     "ppo_atari_snd": f"{ATARI} --warmup-steps 8 --snd-features 8 --update-epochs 1 --frame-size 84",
     "appo_atari": f"{ATARI} --num-groups 2 --num-minibatches 2 --sync",
 }
-SCRIPTS = list(KINDS)
-ONE = ["ppo_procgen"]  # for what is the same text in all five
+each_script = pytest.mark.parametrize("script", KINDS, indirect=True)
 ITERATION = 64  # steps
 
 
@@ -45,7 +45,8 @@ class Script:
         self.name, self.folder = name, path / "runs" / "a"
         self.module = importlib.import_module(name)
         procgen = "procgen" in name
-        self.split, self.shape = ("test", (3, 16, 16)) if procgen else ("game", (4, 44, 44))
+        self.shape = (3, 16, 16) if procgen else (4, 44, 44)
+        self.split, self.evaluated = ("test", "eval/return_test") if procgen else ("game", "eval/return")
         self.autoreset, self.other = (SAME_STEP, NEXT_STEP) if procgen else (NEXT_STEP, SAME_STEP)
 
     def main(self, *flags, before=None):
@@ -70,7 +71,7 @@ class Script:
         return self.module.train(replace(args, **options), envs)
 
 
-@pytest.fixture
+@pytest.fixture(params=["ppo_procgen"])  # one for what is the same text in all five
 def script(request, tmp_path, monkeypatch):
     def quick(weight, gain=1):  # the true one's QR would be most of these runs
         return torch.nn.init.normal_(weight, 0, gain * weight[0].numel() ** -0.5)
@@ -83,86 +84,64 @@ def script(request, tmp_path, monkeypatch):
         signal.signal(number, handler)
 
 
-def each(names):
-    return pytest.mark.parametrize("script", names, indirect=True)
-
-
 def load(folder, name="checkpoint.pt"):
     return torch.load(folder / name, weights_only=True)
 
-
-# ------------------------------------------------------------------------------------------------------ files of a run
 
 COLUMNS = """step iteration episode/return episode/length episode/count loss/policy loss/value loss/entropy
 train/approx_kl train/explained_variance train/grad_norm train/lr time/sps time/env_s time/policy_s time/learn_s"""
 
 
-@each(SCRIPTS)
+@each_script
 def test_files_of_a_run(script, capfd):
     """Files and progress; a second run of the seed, without evaluations, has the same numbers; another seed others."""
     flags, folder, split = ("--total-timesteps", 3 * ITERATION + 7), script.folder, script.split
     assert script.main(*flags, "--run-name", "a", "--eval-every", 2 * ITERATION) == 0
     out, error = capfd.readouterr()
     assert not error and "Gym" not in out  # gym's banner
-    assert re.match(r"runs/a: steps 0 to 192, cpu, 1 torch and \d+ env threads\n", out)
-    assert re.findall(r"^step (\d+)  return (?:-|[-\d.]+)  [\d,]+ steps/s  \d+ min left$", out, re.M) == [
-        "64",
-        "128",
-        "192",
-    ]
-    assert len(re.findall(rf"^{split}: return .*2 games", out, re.M)) == 2
+    assert out.count("\nstep ") == 3 and out.count(f"\n{split}: return ") == 2
     config = json.loads((folder / "config.json").read_text())
-    assert config["script"] == script.name and config["args"]["num_envs"] == 4 and config["ranks"] == 1
-    assert {"git", "cpu", "gpu", "torch"} <= config.keys() and config["torch"] == torch.__version__
+    assert config["script"] == script.name and config["args"]["num_envs"] == 4
+    assert {"git", "cpu", "gpu", "torch", "ranks"} <= config.keys()
     table = rows(folder)
-    assert set(COLUMNS.split()) <= table[0].keys() and list(table[0])[:2] == ["step", "iteration"]
+    assert set(COLUMNS.split()) <= table[0].keys()
     assert [row["step"] for row in table] == ["64", "128", "192"]  # the total is floored to whole iterations
-    column = "eval/return_test" if split == "test" else "eval/return"
-    assert [bool(row[column]) for row in table] == [False, True, False]
+    assert [bool(row[script.evaluated]) for row in table] == [False, True, False]
     assert not {"nan", "inf"} & {cell for row in table for cell in row.values()}
     result = json.loads((folder / "eval.json").read_text())
     assert result["step"] == load(folder)["step"] == 3 * ITERATION and list(result["splits"]) == [split]
     played = result["splits"][split]
-    assert len(played["returns"]) == len(played["lengths"]) == 2 and played["stderr"] is not None
+    assert len(played["returns"]) == len(played["lengths"]) == 2
     assert played["mean"] == pytest.approx(np.mean(played["returns"]))
-
     assert script.main(*flags, "--run-name", "b", "--eval-episodes", 0, "--quiet") == 0
     assert capfd.readouterr() == ("", "")
     assert timeless(folder) == timeless(folder.parent / "b")
     assert equal(load(folder)["agent"], load(folder.parent / "b")["agent"])
     assert script.main("--total-timesteps", ITERATION, "--seed", 4, "--quiet") == 0
-    assert capfd.readouterr().out.count("\n") == 1  # the result
     (other,) = folder.parent.glob(f"{config['args']['env_id']}__{script.name}__4__20*")
     assert timeless(other) != timeless(folder)[:1]
 
 
-SWITCHES = [(dict(precision="bf16"), 0.1), pytest.param(dict(compile=True), 1e-3, marks=pytest.mark.slow)]
-
-
-@each(SCRIPTS)
-@pytest.mark.parametrize("switch, error", SWITCHES)
-def test_environments_of_ones_own_and_switches(script, switch, error, monkeypatch):
+@each_script
+def test_environments_of_ones_own_and_switches(script, monkeypatch):
     """Their name is recorded, the agent comes back; autocast and the compiler change neither its kind nor much else."""
-    norms, saved, compiled, compiler = [], [], [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda network: compiled.append(network) or compiler(network))
-    for name, options in (("a", {}), ("b", switch)):
+    norms, saved, compiled = [], [], []
+    monkeypatch.setattr(torch, "compile", lambda network: compiled.append(network) or network)  # pytest --compile does
+    for name, options in (("a", {}), ("b", dict(precision="bf16", compile=True))):
         result = script.train(script.fake(num_actions=1), run_name=name, **options)
         config = json.loads((script.folder.parent / name / "config.json").read_text())
-        assert config["args"]["env_id"] == "FakeVecEnv" and result["step"] == ITERATION
+        assert config["args"]["env_id"] == "FakeVecEnv"
         norms.append(result["train/grad_norm"])
         saved.append(dict(load(script.folder.parent / name)["agent"]))
-        assert isinstance(result["agent"], script.module.Agent)
         assert equal(dict(result["agent"].state_dict()), saved[-1])
-    assert norms[1] == pytest.approx(norms[0], rel=error)
-    assert len(compiled) == 1 if "compile" in switch else norms[1] != norms[0]
-    torch.testing.assert_close(saved[1], saved[0], rtol=error, atol=error / 10)  # dtypes and names too
+    assert norms[1] == pytest.approx(norms[0], rel=0.1) and norms[1] != norms[0] and len(compiled) == 1
+    torch.testing.assert_close(saved[1], saved[0], rtol=0.1, atol=0.01)  # dtypes and names too
     for wrong in (script.fake(num_envs=3), FakeVecEnv(random_episodes(4), script.other, shape=script.shape)):
         with pytest.raises(script.module.UsageError, match="--num-envs"):
             script.train(wrong, run_name="x")
     assert not (script.folder.parent / "x").exists()
 
 
-@each(ONE)
 def test_best_checkpoint(script):
     """best.pt is the best mean of the last 100 games, the last 100 games."""
     games = [([paid], "terminated") for paid in 16 * [9.0] + 16 * [5.0] + 16 * [0.0]]
@@ -171,34 +150,13 @@ def test_best_checkpoint(script):
     assert best["step"] == 2 * ITERATION and best["best"] == pytest.approx((36 * 9 + 64 * 5) / 100)
 
 
-@each(ONE)
 def test_threads(script):
     for threads, expected in ((2, 2), (0, len(os.sched_getaffinity(0)))):
         script.module.set_up(script.module.Args(device="cpu", torch_threads=threads))
         assert torch.get_num_threads() == expected
 
 
-@each(ONE)
-def test_clocks_add_up(script, monkeypatch):
-    """The phases are the iteration, within 5 %. A busy machine comes between two clocks: one iteration must agree."""
-    marks, log, off = [time.perf_counter()], script.module.Logger.log, []
-
-    def timed(logger, metrics):
-        marks.append(time.perf_counter())
-        return log(logger, metrics)
-
-    monkeypatch.setattr(script.module.Logger, "log", timed)
-    script.train(script.fake(), num_steps=64, total_timesteps=5 * 256)
-    for row, took in list(zip(rows(script.folder), np.diff(marks), strict=True))[1:]:
-        parts = [float(row[f"time/{phase}_s"]) for phase in ("env", "policy", "learn")]
-        off.append(max(abs(sum(parts) / took - 1), abs(float(row["time/sps"]) * took / 256 - 1)))
-    assert min(off) < 0.05, off
-
-
-# ------------------------------------------------------------------------------------------------- stopping, resuming
-
-
-@each(SCRIPTS)
+@each_script
 def test_resume_goes_on_with_the_learner(script, monkeypatch):
     """It begins with what was saved, weights, moments, statistics, counters, flags; its games are others."""
     names, seed = [], script.module.stream_seed
@@ -228,14 +186,10 @@ def test_resume_goes_on_with_the_learner(script, monkeypatch):
     assert code == 0 and last["step"] == 2 * ITERATION and not equal(last["agent"], first["agent"])
     assert names[1] == names[2] and not names[0] & names[1] and 0 < len(names[0]) == len(names[1])
     assert run(script.resume)[0] == 0  # it is finished
-    assert [row["iteration"] for row in rows(script.folder)] == ["1", "2"]
 
 
-@each(ONE)
 def test_resume_writes_no_step_twice(script):
     """Rows beyond the checkpoint go, half a row too, columns are kept by name; TensorBoard is told with a purge."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder = script.folder
     script.main("--total-timesteps", ITERATION, "--run-name", "a", "--eval-episodes", 0)
     old = (folder / "checkpoint.pt").read_bytes()
@@ -249,11 +203,9 @@ def test_resume_writes_no_step_twice(script):
     assert script.resume("--total-timesteps", 2 * ITERATION) == 0
     table = rows(folder)
     assert [(row["iteration"], row["x"]) for row in table] == [("1", "7"), ("2", "")]
-    board = EventAccumulator(str(folder)).Reload()
-    for name in ("loss/value", "train/lr", "episode/count"):
-        events = board.Scalars(name)
-        assert [event.step for event in events] == [64, 128]
-        assert [event.value for event in events] == pytest.approx([float(row[name]) for row in table], rel=1e-4)
+    events = EventAccumulator(str(folder)).Reload().Scalars("loss/value")
+    assert [event.step for event in events] == [64, 128]
+    assert [event.value for event in events] == pytest.approx([float(row["loss/value"]) for row in table], rel=1e-4)
 
 
 class Failing(FakeVecEnv):
@@ -266,8 +218,8 @@ class Failing(FakeVecEnv):
         return obs, reward + np.float32(np.nan if len(self.actions) == self.at else 0), *rest
 
 
-@each(SCRIPTS)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a broken game"), None])
+@each_script
+@pytest.mark.parametrize("error", [ValueError("a broken game"), None])
 def test_a_failure_keeps_what_was_learned(script, error, capfd):
     """The last whole iteration is on disk, whatever --checkpoint-every says; weights of a loss that is NaN are not."""
     envs = script.fake(Failing)
@@ -282,99 +234,62 @@ def test_a_failure_keeps_what_was_learned(script, error, capfd):
     assert not any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate())  # actors
 
 
-@each(ONE)
 def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capfd):
-    def signalled(function):
-        def call(*args):
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return function(*args)
+    def signals(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-        return call
-
-    monkeypatch.setattr(script.module, "sample", signalled(script.module.sample))
-    monkeypatch.setattr(torch, "save", signalled(torch.save))
+    spy_on(monkeypatch, script.module, "sample", signals)
+    spy_on(monkeypatch, torch, "save", signals)  # which is not yet on disk
     assert script.main("--total-timesteps", ITERATION, "--run-name", "a") == 130
     assert load(script.folder)["step"] == 0 and "saved at step 0" in capfd.readouterr().err
 
 
-ALONE = {"ppo_procgen": signal.SIGTERM, "ppo_atari_rnd": signal.SIGTERM}
-ALONE |= {"impala_procgen": signal.SIGINT, "appo_atari": signal.SIGINT}
-
-
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", ["ppo_procgen", "ppo_atari_rnd", "impala_procgen", "appo_atari"])
 def test_command_line_alone_in_an_empty_folder(name, tmp_path):
-    """The file copied to an empty folder: runs, stops on a signal with 130 and a checkpoint, resumes, ends with 0."""
+    """The file copied to an empty folder runs, and stops on a signal with 130 and a checkpoint to resume from."""
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     command = [sys.executable, f"{name}.py", *KINDS[name].replace("--sync ", "").split(), "--run-name", "a"]
     pipes = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen([*command, "--total-timesteps", "1000000"], **pipes)
     lines = (line for line in process.stdout if line.startswith("step "))
     next(lines), next(lines)
-    process.send_signal(ALONE[name])
+    process.send_signal(signal.SIGINT if "--num-groups" in command else signal.SIGTERM)
     _, error = process.communicate(timeout=120)
     message = r"stopped, saved at step [\d,]+: --resume runs/a\n"
     assert process.returncode == 130 and re.fullmatch(message, error), error
-    end = load(tmp_path / "runs/a")["step"] + ITERATION
-    command = [sys.executable, f"{name}.py", "--resume", "runs/a", "--total-timesteps", str(end)]
-    done = subprocess.run(command, **pipes, timeout=120)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert json.loads((tmp_path / "runs/a/eval.json").read_text())["step"] == end
-    assert [int(row["step"]) for row in rows(tmp_path / "runs/a")] == list(range(ITERATION, end + 1, ITERATION))
+    assert load(tmp_path / "runs/a")["step"] >= 2 * ITERATION
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
-
-BAD = {  # flags, and what the one line must hold
-    "ppo_procgen": [
-        ("--minibatch-size 1", "--minibatch-size 1 2 64"),
-        ("--minibatch-size 65", "--minibatch-size 65 64"),
-        ("--total-timesteps 63", "--total-timesteps 63 64"),
-        ("--seed -1", "--seed"),
-        ("--num-envs 0", "--num-envs"),
-        ("--num-steps -3", "--num-steps"),
-        ("--update-epochs 0", "--update-epochs"),
-        ("--lr 5 1e-4 1 1e-4", "--lr"),
-        ("--ent-coef 5 1e-4 1", "--ent-coef"),
-        ("--device cuda:99", "--device cuda:99 auto"),
-        ("--device toaster", "--device toaster auto"),
-        ("--resume nowhere", "--resume nowhere checkpoint.pt"),
-        ("--run-dir file", "file"),
-        ("--run-dir /proc/nowhere", "/proc/nowhere"),
-        ("--run-name b", "--run-name --resume runs/b"),
-    ],
-    "impala_procgen": [("--minibatch-size 48", "--minibatch-size 48"), ("--num-groups 3", "--num-groups 3")],
-    "ppo_atari_rnd": [("--env-id Montezuma", "--env-id MontezumaRevenge"), ("--noop-max 0", "--noop-max")],
-    "ppo_atari_snd": [("--env-id bigfish", "--env-id bigfish"), ("--minibatch-size 24", "--minibatch-size 24")],
-    "appo_atari": [("--env-id Brekout", "--env-id Breakout"), ("--num-groups 3", "--num-groups 3")],
-}
+BAD = {}  # flags, and what the one line must hold
+BAD["ppo_procgen"] = [
+    ("--minibatch-size 1", "--minibatch-size 1 2 64"),
+    ("--minibatch-size 65", "--minibatch-size 65 64"),
+    ("--total-timesteps 63", "--total-timesteps 63 64"),
+    ("--seed -1", "--seed"),
+    ("--num-steps -3", "--num-steps"),
+    ("--lr 5 1e-4 1 1e-4", "--lr"),
+    ("--ent-coef 5 1e-4 1", "--ent-coef"),
+    ("--device cuda:99", "--device cuda:99 auto"),
+    ("--run-dir file", "file"),
+    ("--run-name b", "--run-name --resume runs/b"),
+]
+BAD["ppo_atari_rnd"] = [("--env-id Montezuma", "--env-id MontezumaRevenge"), ("--noop-max 0", "--noop-max")]
 
 
-@each(SCRIPTS)
-def test_bad_input_and_help(script, capfd, tmp_path):
+@pytest.mark.parametrize("script", BAD, indirect=True)
+def test_bad_input(script, capfd, tmp_path, monkeypatch):
     """Exit code 2, or 1 for the machine's no; one line that names the flag and what is allowed; nothing is written."""
     (tmp_path / "file").write_text("")
     (tmp_path / "runs/b").mkdir(parents=True)
-    for flags, words in BAD[script.name]:
-        assert script.main(*flags.split()) == (1 if "--run-dir" in flags else 2), flags
+    package = "procgen" if script.name == "ppo_procgen" else "envpool"
+    for flags, words in [*BAD[script.name], ("", package)]:
+        if not flags:
+            monkeypatch.setitem(sys.modules, package, None)  # not installed
+        assert script.main(*flags.split()) == (2 if flags not in ("", "--run-dir file") else 1), flags
         error = capfd.readouterr().err
         assert error.count("\n") == 1 and all(word in error for word in words.split()), error
-    assert script.main("--no-such-flag") == 2 and "--no-such-flag" in capfd.readouterr().err  # tyro's own box
-    if script.name == "ppo_procgen":
-        assert script.main("--env-id", "bigfsh") == 2 and "bigfish" in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "file", "runs"]
-    assert script.main("--help", before="") == 0
-    text = capfd.readouterr().out
-    assert all(f"--{field.replace('_', '-')}" in text for field in script.module.Args.__dataclass_fields__)
-
-
-@each(["ppo_procgen", "ppo_atari_rnd"])
-def test_missing_package(script, capfd, monkeypatch):
-    package = "procgen" if script.name == "ppo_procgen" else "envpool"
-    monkeypatch.setitem(sys.modules, package, None)
-    assert script.main("--total-timesteps", ITERATION) == 1
-    error = capfd.readouterr().err
-    assert package in error and error.count("\n") == 1 and not script.folder.parent.exists()
 
 
 class Bomb:
@@ -382,7 +297,6 @@ class Bomb:
         return os.mkdir, ("harm",)
 
 
-@each(ONE)
 def test_bad_checkpoints(script, capfd):
     """One line, exit code 2, nothing changed, and a hostile file runs no code."""
     script.main("--total-timesteps", ITERATION, "--run-name", "a", "--eval-episodes", 0)
@@ -403,20 +317,17 @@ def test_bad_checkpoints(script, capfd):
         assert not os.path.exists("harm")
 
 
-@each(ONE)
 def test_a_full_disk(script, capfd, monkeypatch):
     """Exit code 1, one line, the last good checkpoint untouched; later the run goes on."""
-    log, (soft, hard) = script.module.Logger.log, resource.getrlimit(resource.RLIMIT_FSIZE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def filling(logger, metrics):
-        result = log(logger, metrics)
+    def fill(metrics, *_):
         if metrics["step"] == 2 * ITERATION:  # beyond this size an OSError in mid-write, as of a full disk
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-        return result
 
     flags = ("--total-timesteps", 3 * ITERATION, "--eval-episodes", 0, "--checkpoint-every", 0, "--quiet")
     with monkeypatch.context() as patch:
-        patch.setattr(script.module.Logger, "log", filling)
+        spy_on(patch, script.module.Logger, "log", fill)
         try:
             assert script.main(*flags, "--run-name", "a") == 1
         finally:
@@ -426,7 +337,6 @@ def test_a_full_disk(script, capfd, monkeypatch):
     assert script.resume() == 0 and len(rows(script.folder)) == 3
 
 
-@each(ONE)
 def test_a_closed_stderr(script, monkeypatch):
     """`2>&-` ends as any other run."""
     monkeypatch.setattr(sys, "stderr", None)
