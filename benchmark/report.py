@@ -8,8 +8,7 @@
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
 in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. A cell of the
 matrix that was not run is a gap, shown beside its published number (of the large suites only what has a result is
-shown); a failed one shows its error. With three seeds or more the interquartile mean and its 95 % bootstrap interval
-stand beside the mean.
+shown); a failed one shows its error.
 """
 
 import argparse
@@ -20,8 +19,6 @@ import json
 import statistics
 import sys
 from pathlib import Path
-
-import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
@@ -98,21 +95,6 @@ def checkpoints(job, steps: int, points: dict) -> list:
     return [(what, known) for what, known in curves if known]
 
 
-def interval(scores: list[float]) -> str:
-    """Interquartile mean with its 95 % bootstrap interval, of three seeds or more (Agarwal et al. 2021)."""
-    if len(scores) < 3:
-        return "-"
-    draws = np.random.default_rng(0).choice(scores, (2000, len(scores)))
-    low, high = np.percentile(interquartile_mean(draws), [2.5, 97.5])
-    return f"{interquartile_mean(np.array(scores)):.2f} ({low:.2f} to {high:.2f})"
-
-
-def interquartile_mean(scores):
-    """Of each row: the mean without the lowest and the highest quarter of its scores."""
-    cut = scores.shape[-1] // 4
-    return np.sort(scores)[..., cut : scores.shape[-1] - cut].mean(-1)
-
-
 def steps_of(job) -> int:
     """Agent steps that a command asks for."""
     asked = flag(job.flags, "--total-timesteps", "")
@@ -179,8 +161,8 @@ def last_tenth(cell: dict) -> str:
     return f"{number(means)} ({games:,.0f} games{missing})" if means else "-"
 
 
-HEADER = """| script | game | steps | n | evaluation | interquartile mean | training, last tenth |
- published | difference | hardware | commits |""".replace("\n", "")
+HEADER = """| script | game | steps | n | evaluation | training, last tenth | published | difference |
+ hardware | commits |""".replace("\n", "")
 
 
 def seeds_of(cell: dict) -> str:
@@ -199,20 +181,20 @@ def commits(cell: dict) -> str:
 
 
 def table(entries: list[dict]) -> list[str]:
-    lines = [HEADER, "|" + "---|" * 11]
+    lines = [HEADER, "|" + "---|" * 10]
     for cell in entries:
         job = cell["job"]
         start, steps = f"| `{job.name.rpartition('/')[0]}` |", f"{cell['steps']:,}"
         if not cell["done"]:
             theirs = [entry for entries in cell["published"].values() for entry in entries]
             state = failure(cell) if cell["failed"] else "**not run**"
-            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | - | {shown(theirs)} | - | - | - |")
+            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | {shown(theirs)} | - | - | - |")
         for split, scores in cell["splits"].items():
             first, theirs = cell["done"][0], cell["published"].get(split, [])
             difference = ", ".join(f"{statistics.mean(scores) - entry[0]:+.2f}" for entry in theirs) or "-"
             kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} core" + "s" * (d["cores"] > 1) for d in cell["done"])
             value = number(scores, first["eval"]["splits"][split])
-            row = [f"{job.game} ({split})", steps, seeds_of(cell), value, interval(scores)]
+            row = [f"{job.game} ({split})", steps, seeds_of(cell), value]
             row += [last_tenth(cell), shown(theirs), difference, "; ".join(dict.fromkeys(kinds)), commits(cell)]
             lines.append(" ".join([start, " | ".join(row), "|"]))
     return lines
@@ -243,7 +225,7 @@ def revision(git: str | None) -> str:
 def speed_table(results: Path = RESULTS) -> list[str]:
     """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time, where and with what."""
     head = ["script and flags", "steps/s", "beside, its steps/s", "ratio, wall time", "CPU time"]
-    head += ["random actions alone", "memory", "processor", "commit"]
+    head += ["memory", "processor", "commit"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for found in speeds(results):
         ours, name, theirs = found["results"]["script"], found["beside"], [*found["results"].values()][-1]
@@ -256,7 +238,6 @@ def speed_table(results: Path = RESULTS) -> list[str]:
             row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
         else:
             row += ["-", "-", "-"]
-        row += [f"{statistics.median(r['env_only_sps'] for r in ours):,.0f}"]
         row += [f"{max(r['peak_gib'] for r in ours):.2f} GiB"]
         row += [found["hardware"].partition(" cores")[0] + " cores", revision(found["git"])]
         lines.append("| " + " | ".join(row) + " |")

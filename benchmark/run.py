@@ -36,12 +36,6 @@ PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "procgen-mirror")
 LIBC = ctypes.CDLL(None)  # loaded before any thread forks
 PROCGEN = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja
 plunder starpilot""".split()
-ATARI = """Alien Amidar Assault Asterix Asteroids Atlantis BankHeist BattleZone BeamRider Berzerk Bowling Boxing
-Breakout Centipede ChopperCommand CrazyClimber Defender DemonAttack DoubleDunk Enduro FishingDerby
-Freeway Frostbite Gopher Gravitar Hero IceHockey Jamesbond Kangaroo Krull KungFuMaster MontezumaRevenge
-MsPacman NameThisGame Phoenix Pitfall Pong PrivateEye Qbert Riverraid RoadRunner Robotank Seaquest Skiing
-Solaris SpaceInvaders StarGunner Surround Tennis TimePilot Tutankham UpNDown Venture VideoPinball
-WizardOfWor YarsRevenge Zaxxon""".split()
 ONE_LEVEL = "--num-levels 1 --stack none --channels 8 16 16 --num-envs 32 --num-steps 32 --minibatch-size 512"
 SMALL = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 256 --eval-episodes 4"
 BONUS = "--num-envs 16 --num-steps 128 --minibatch-size 512 --warmup-steps 200"
@@ -95,7 +89,6 @@ SUITES = {
         ("ppo_procgen:openai", ["coinrun"], 1, f"--num-levels 200 --total-timesteps 25000000 {OPENAI}"),
     ],
     "procgen16": [("ppo_procgen", PROCGEN, 3, ""), ("impala_procgen", PROCGEN, 3, "")],
-    "atari57": [("appo_atari", ATARI, 3, "")],
 }  # fmt: skip
 
 

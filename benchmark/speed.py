@@ -226,23 +226,6 @@ def sb3(args, options) -> dict:
     return dict(sps=found["sps"], peak_gib=found["peak"], seconds_a_step=dict(cpu=found["cpu"]))
 
 
-def env_rate(script, args, steps: int = 200) -> float:
-    """Steps per second of the environments alone under random actions: the ceiling of any script."""
-    import numpy as np
-
-    envs, rng = script.make_envs(args, args.num_envs, "training"), np.random.default_rng(0)
-    envs.reset()
-    actions = rng.integers(envs.single_action_space.n, size=(steps + 20, args.num_envs))
-    for action in actions[:20]:
-        envs.step(action)
-    start = time.perf_counter()
-    for action in actions[20:]:
-        envs.step(action)
-    rate = steps * args.num_envs / (time.perf_counter() - start)
-    envs.close()
-    return rate
-
-
 def child(options, flags: list[str]) -> dict:
     """One measurement, in this process."""
     import tyro
@@ -252,7 +235,6 @@ def child(options, flags: list[str]) -> dict:
     if options.against == "cleanrl":
         flags = [*ALIKE[name].split(), *flags]
     watch = Stopwatch(options.warmup + options.iterations)
-    rate = UNKNOWN
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=[*fixed, *flags, *CHANGED.get(variant, [])])
@@ -267,11 +249,10 @@ def child(options, flags: list[str]) -> dict:
                 if variant == "cleanrl":
                     measure_cleanrl(script, args, options.source, watch)
                 else:
-                    rate = env_rate(script, args)
                     measure_script(script, args, watch)
             except Enough:
                 found = watch.result(options.warmup)
-    return dict(variant=variant, env_only_sps=rate, **found)
+    return dict(variant=variant, **found)
 
 
 PROCESSES = {  # whole processes beside those of another revision: some iterations, about a minute on one core
@@ -379,11 +360,8 @@ def show(result: dict):
     phases = dict(result["seconds_a_step"])
     cpu = phases.pop("cpu")
     split = ", ".join(f"{key} {100 * value * result['sps']:.1f} %" for key, value in phases.items())
-    print(
-        f"{result['variant']:8} {result['sps']:8,.0f} steps/s   {split}   CPU {1e3 * cpu:.2f} ms/step   "
-        f"peak {result['peak_gib']:.2f} GiB   env alone {result['env_only_sps']:,.0f} steps/s",
-        flush=True,
-    )
+    memory = f"CPU {1e3 * cpu:.2f} ms/step   peak {result['peak_gib']:.2f} GiB"
+    print(f"{result['variant']:8} {result['sps']:8,.0f} steps/s   {split}   {memory}", flush=True)
 
 
 def beside_baseline(options, flags: list[str]) -> dict:
