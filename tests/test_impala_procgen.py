@@ -200,10 +200,12 @@ def test_learns_the_rewarded_action(tmp_path):
 
 @pytest.mark.slow
 def test_learns_a_real_game(tmp_path):
-    """One level of starpilot, narrow network, 61,440 steps: random play 0.3 +- 0.04, trained 4.8 +- 0.3, 94 s."""
+    """One level of starpilot, narrow network, 61,440 steps: random play 0.3; trained 1.7 and 4.4 with seeds 1 and 2."""
     options = dict(env_id="starpilot", num_levels=1, stack="none", channels=(8, 16, 16), num_envs=32, num_steps=32)
     options |= dict(minibatch_size=512, total_timesteps=61_440, lr=(1e-3,), eval_episodes=100, quiet=True, sync=True)
-    args, threshold = Args(**options, run_dir=str(tmp_path), run_name="run"), 3.0
+    options |= dict(num_groups=2, update_epochs=3, replay_slots=0, replay_proportion=0, ent_coef=(0.01,))
+    options |= dict(vtrace_lambda=1, max_grad_norm=0.5 / 1600)  # the entry's, which is faster at this size
+    args, threshold = Args(**options, run_dir=str(tmp_path), run_name="run"), 1.0
     random_play = evaluate(Agent((3, 64, 64), 15, args), args)["train"]
     assert random_play["mean"] + 5 * random_play["stderr"] < threshold
     split = train(args)["eval"]["splits"]["train"]
