@@ -31,7 +31,7 @@ Departures, effects not measured:
   only with `value_bootstrap`, which the card sets to false: the cut is an end);
 - the learning rate falls to 0 (theirs to 0.75 of the first, for its end is counted in frames);
 - GAE's values are denormalised by the actor's statistics, only the last one by the learner's
-  (theirs: all by the learner's);
+  (theirs: all by the learner's; the last one is by the learner's weights there too);
 - frame statistics leave out the extra observation, return statistics the masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
 - advantages' deviation is over n rows with a floor of 1e-4 (theirs n - 1 and 1e-7);
@@ -121,7 +121,7 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = 1000  # mask rows whose weights are this many SGD steps old (here: <= 64)
+    max_policy_lag: int = 1000  # mask rows this many SGD steps old; here at most 2 * 8 * 4 = 64
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
@@ -337,7 +337,8 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of row t's
-    observation. A termination has no future value; any end (`done`) cuts the trace.
+    observation. A termination has no future value; any end (`done`) cuts the trace. The row after
+    an end still shows that game's last observation, from which a game cut short bootstraps.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(reward)
@@ -363,6 +364,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
     next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs leads into the next game
+    # rho as in IMPALA, though ppo_terms multiplies by the ratio again: so does Sample Factory.
     advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], advantage
 
@@ -392,6 +394,7 @@ def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
     clipped_ratio = ratio.clamp(1 / (1 + clip), 1 + clip)
     surrogate = ratio * rows["advantage"]
     clipped_surrogate = clipped_ratio * rows["advantage"]
+    # Both values are the head's own output: the clip bounds how far that has moved since acting.
     clipped_value = rows["value"] + (value - rows["value"]).clamp(-vf_clip, vf_clip)
     value_error = (value - rows["target"]) ** 2
     clipped_value_error = (clipped_value - rows["target"]) ** 2
@@ -453,8 +456,8 @@ class Actors:
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
     make a dataset. Beyond the dataset that the learner waits for, `ahead` more may be under way: so
-    when a row is learned from, at most the SGD steps of `ahead` datasets were made since it was
-    played. With `ahead` = 0 actors wait while the learner trains.
+    a row that arrives was played at most `ahead` datasets' SGD steps ago, and ages further while it
+    is trained on. With `ahead` = 0 actors wait while the learner trains.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -645,11 +648,12 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.lap("queue_wait")
 
             # Targets, in rewards
-            # As in Sample Factory before the update, so that even the first ratio is not quite 1.
+            # logp is by older statistics: even the first ratio is not 1, as in Sample Factory.
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             _, last_value = predict(batch["obs"][T:])
             values = torch.cat([batch.pop("value_in_rewards"), last_value]).cpu()
             reward, terminated, done = batch["reward"], batch["terminated"], batch["done"]
+            # With --vtrace only for explained_variance: each minibatch makes its own targets below.
             advantages = gae(reward, values, terminated, done, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = valid.bool()
@@ -703,7 +707,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     optimizer.step()
                     agent.version += 1
                     actors.publish(agent)
-                if args.vtrace and epoch == 0:  # of its targets, which are made here
+                # Each row enters once, as with GAE; the first epoch still has the old statistics.
+                if args.vtrace and epoch == 0:
                     agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
 
             # Metrics: with torchrun the losses are all ranks', the games rank 0's

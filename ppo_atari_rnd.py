@@ -13,8 +13,8 @@ steps in 16 environments on 2 CPU cores: -72 +- 16 (standard error over 3 seeds)
 Revenge, 299,008 steps, one seed each: 167 cells (benchmark/explore.py) seen with the bonus and 182
 with `--int-coef 0`, all in the first room, so no gain at this length. With 512 environments of 32
 steps, minibatches of 512, `--lr 3e-4 --bonus-after 100000`, one seed, 1,556,480 steps: no key, 176
-cells (171 by its random steps). No score at published lengths yet; the paper's 8,152 on Montezuma's
-Revenge is the recurrent policy's.
+cells, of which its random warm-up had seen 171. No score at published lengths yet; the paper's
+8,152 on Montezuma's Revenge is the recurrent policy's.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -23,12 +23,13 @@ Unlike most PPO, as in the authors' code:
 - the bonus of step t is for the newest frame of o_{t+1}, under the frame statistics of the
   rollouts before, and is divided by the deviation of a running discounted sum of bonuses.
 
-Departures, effects not measured: EnvPool plays one no-op at a game's start, fills the frame stack
-with the first frame (theirs: zeros), and shows a game's last frame, with a bonus of its own, before
-the next game's first; the last frame's V_int is not trained. A game cut at the time limit
-bootstraps from its last observation (theirs ends). Frame statistics take in o_1 to o_T of a rollout
-(theirs o_0 to o_{T-1}). PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the
-reset gate in another place.
+Departures, effects not measured:
+- EnvPool plays one no-op at a game's start, fills the frame stack with the first frame (theirs:
+  zeros), and shows a game's last frame, with a bonus of its own, before the next game's first, in a
+  row whose intrinsic value is used but not trained;
+- a game cut at the time limit bootstraps from its last observation (theirs ends);
+- frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1});
+- PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the reset gate elsewhere.
 
 Left out on purpose: other authors' networks and bonuses (benchmark/variants), films
 (benchmark/evaluate.py), emulator states in checkpoints (a resumed run starts new games).
@@ -95,7 +96,7 @@ class Args:
     max_episode_steps: int = 4500  # agent steps after which a game is cut
     frame_size: Literal[84, 96] = 84  # pixels a side, grey
     stack: int = 4  # frames shown
-    num_envs: int = 128  # parallel environments
+    num_envs: int = 128  # parallel environments, of each process under torchrun
     # optimisation
     num_steps: int = 128  # rollout length per environment
     minibatch_size: int = 4096  # rows per SGD step: those of whole environments
@@ -113,7 +114,7 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
     int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
-    bonus_after: int = 0  # steps without a bonus; their large errors stay out of its deviation
+    bonus_after: int = 0  # steps without a bonus; their large errors stay out of its divisor
     predictor_share: float = 0  # share of rows that train the predictor; 0 = min(1, 32 / num_envs)
     warmup_steps: int = 6400  # random steps per environment that start the frame statistics
     # network
@@ -291,7 +292,7 @@ class Agent(nn.Module):
             states = []
             for t in range(x.shape[1]):
                 states.append(self.hidden2(x[:, t], memory).float())
-                memory = states[t] * valid[:, t]
+                memory = states[t] * valid[:, t]  # 0 after a game's last row, which still used it
             x = torch.stack(states, 1).flatten(0, 1)
         else:
             x = F.relu(self.hidden2(x))
@@ -310,7 +311,7 @@ class RunningMoments(nn.Module):
         self.sums[[0, 2]] = 1e-4  # 1e-4 rows of mean 0 and variance 1
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in float32, which is exact for 256 rows."""
+        """x: (B, *shape). Pixels are summed in float32, exact for 256 rows: 256 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -384,7 +385,8 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of row t's
-    observation. A termination has no future value; any end (`done`) cuts the trace.
+    observation. A termination has no future value; any end (`done`) cuts the trace. The row after
+    an end still shows that game's last observation, from which a game cut short bootstraps.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(reward)
@@ -502,13 +504,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         }
         logger.save(name, state)
 
-    # Row t = (obs_t, memory_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
-    # done_{t+1}, valid_t), and frame_t, the newest of obs_{t+1}. In the row after an end obs_t is
-    # the game's last and a_t is ignored: valid_t = 0 masks policy and value loss. Its frame_t is
-    # the new game's first. It trains the predictor as all do, else dying would stay novel.
+    # Row t = obs_t, memory_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), and what the step brought:
+    # r_{t+1}, terminated_{t+1}, done_{t+1} and "frame", the newest one of obs_{t+1}.
+    # The row after an end is no transition: obs_t is the old game's last, a_t is ignored, frame is
+    # the new game's first. valid_t = 0 masks its policy and value loss. The predictor learns its
+    # frame as any other: it would stay novel, and pay for dying.
     rollout = {
         "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
-        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # row 0 is read
+        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # only row 0 is used
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -574,10 +577,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             logger.lap("bonus")
 
             # Targets
-            with torch.no_grad():
+            with torch.no_grad():  # any valid will do: it acts on the memory that is returned
                 _, next_value, _ = forward(next_obs, memory, torch.ones(N, device=device))
             values = torch.cat([rollout["value"], next_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
+            # The row after an end: done keeps its meaningless delta out of the game's other rows,
+            # and the loss masks it. The bonus' trace runs through it, as through any step.
             no_ends = torch.zeros(T, N)
             lam = args.gae_lambda
             advantage_ext = gae(rewards, value_ext, terminations, dones, args.gamma, lam)
@@ -598,7 +603,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
             sums = defaultdict(float)  # of the minibatches' means
-            for _ in range(args.update_epochs):
+            for _ in range(args.update_epochs):  # in the same order, as theirs
                 for first in range(0, T * N, args.minibatch_size):
                     last = first + args.minibatch_size
                     minibatch = {name: column[first:last] for name, column in batch.items()}
@@ -609,7 +614,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     for start in range(0, args.minibatch_size, micro_batch):
                         piece = slice(start, start + micro_batch)
                         rows = {name: column[piece] for name, column in minibatch.items()}
-                        memories = rows["memory"][::T]  # of each environment's first row
+                        memories = rows["memory"][::T]  # of environments' first rows
                         logits, value, _ = forward(rows["obs"], memories, rows["valid"])
                         terms = ppo_terms(logits, value, rows, args.clip, in_use)
                         mask = rows["valid"]

@@ -13,29 +13,32 @@ r"""PPO with Self-supervised Network Distillation (SND) on Atari: Pechac et al. 
 SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. ST-DIM: Anand et al. 2019,
 arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.06347.
 
-A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features;
-unlike RND's the target learns too, by a contrastive loss of pairs from the whole rollout (SND-V),
-by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run cnd_21
-of github.com/michalnand/reinforcement_learning; $PAPER has the settings of the paper's code.
+A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
+A random target, RND's, gives similar features to similar frames, so the bonus is soon small. Here
+the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
+(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run
+cnd_21 of github.com/michalnand/reinforcement_learning; $PAPER: the settings of the paper's code.
 
 Measured: no score at published lengths yet. Trained for 384 SGD steps on Pitfall's first screen,
 the bonus on unseen screens divided by the bonus on that one is (one seed; in brackets untrained):
-SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0), whose features still grow then.
+SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0; its features still grow then).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
 o_{t+1}), so it reaches the action that led there through the return only; rows are drawn with
 replacement.
 
-Departures from both codes ("theirs"), effects not measured: EnvPool fills a new game's frame stack
-with its first frame; a game's last frame is learned too, from the row whose action is ignored; a
-rollout's last row bootstraps from V of the next observation (theirs: from zero); a game cut at the
-time limit bootstraps from its last observation (theirs ends); frame statistics are updated once a
-rollout, without the last observation (theirs: every step); rewards are signs (the paper's code:
-only positive ones); consecutive frames are never of two games; a random pair of one frame counts as
-near; the critic's features are rectified (not in the paper's code). SND-STD asks which frame of the
-batch comes next, as the paper's code does (ST-DIM: which one came before). The sources do not say
-how the size of masked tiles is drawn: here, one a batch.
+Departures from michalnand's and the paper's code ("theirs" is both), effects not measured:
+- EnvPool fills a new game's frame stack with its first frame; rewards are signs (the paper's code:
+  only positive ones); frame statistics are updated once a rollout, without the last observation
+  (theirs: every step);
+- a rollout's last row bootstraps from V of the next observation (theirs: from zero), a game cut at
+  the time limit from its last (theirs ends);
+- a game's last frame is learned too, from the row whose action is ignored; consecutive frames are
+  never of two games; a random pair that is one frame counts as near;
+- the critic's features are rectified (not in the paper's code).
+SND-STD asks which frame of the batch comes next, as the paper's code does (ST-DIM: which one came
+before). The sources do not say how the size of masked tiles is drawn: here, one a batch.
 
 Left out on purpose: films (benchmark/evaluate.py), emulator states in checkpoints; in
 benchmark/variants: the paper's Procgen games, michalnand's older network and augmentation for
@@ -301,7 +304,7 @@ class RunningMoments(nn.Module):
         self.sums[[0, 2]] = 1e-4  # 1e-4 rows of mean 0 and variance 1
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in float32, which is exact for 256 rows."""
+        """x: (B, *shape). Pixels are summed in float32, exact for 256 rows: 256 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -358,7 +361,10 @@ class SND(nn.Module):
         return (self.predictor(x).float() - features).square()
 
     def target_loss(self, frames, others, far):
-        """v: one frame twice or, where far (B,) is True, two; std, vic: others come next."""
+        """The loss of the pairs (frames[i], others[i]).
+
+        v: one frame twice, or two where far (B,) is True; std, vic: others[i] is the next frame.
+        """
         pair = [self.preprocess(frames), self.preprocess(others)]
         if self.args.target == "v":
             pair = [hide_tiles(x) for x in pair]
@@ -385,7 +391,8 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of row t's
-    observation. A termination has no future value; any end (`done`) cuts the trace.
+    observation. A termination has no future value; any end (`done`) cuts the trace. The row after
+    an end still shows that game's last observation, from which a game cut short bootstraps.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(reward)
@@ -479,10 +486,10 @@ def infonce(patches, whole, local, features):
     them small, -1e-4 x the deviation across a frame's features spreads those.
     """
     P, B, _ = patches.shape
-    answers = torch.arange(B, device=patches.device).repeat(P)
+    answers = torch.arange(B, device=patches.device).repeat(P)  # frame i is followed by candidate i
     loss = -1e-4 * features.std(1).mean()
-    for question in (whole, local):
-        logits = patches @ question.mT  # (P, B, B): of each next frame, at each patch
+    for candidates in (whole, local):
+        logits = patches @ candidates.mT  # (P, B, B): patch p of frame i with next frame j
         loss = loss + F.cross_entropy(logits.flatten(0, 1), answers)
         loss = loss + 1e-4 * logits.norm(dim=(1, 2)).mean()
     return loss
@@ -625,7 +632,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             snd.frames.update(frames[: T * N])
             logger.lap("bonus")
 
-            # Targets
+            # Targets; the bonus of row t is o_t's, which the action before it has earned
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             ends = (terminations, dones)
@@ -642,7 +649,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             logger.lap("policy")
 
-            # Update of the policy; rows are drawn on the CPU, where is_valid sifts them below
+            # Update of the policy
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
@@ -677,14 +684,15 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 optimizer.step()
             means = {name: sum_over_ranks(x) / len(minibatches) for name, x in sums.items()}
 
-            # Update of predictor and target; the policy's gradients are None, so Adam skips it
+            # Update of predictor and target. zero_grad makes the policy's gradients None, so Adam
+            # skips it, as it skipped these two above.
             if args.motivation_passes == "one":
                 minibatches = torch.arange(T * N).split(args.minibatch_size)
             sums = defaultdict(float)
             for index in minibatches:
                 minibatch = frames[index.to(device, non_blocking=True)]
                 drawn = torch.rand(len(index), args.snd_features, device=device) < predictor_share
-                num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1)
+                num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1)  # single features, not rows
                 optimizer.zero_grad()
                 for start in range(0, args.minibatch_size, micro_batch):
                     piece = slice(start, start + micro_batch)
@@ -700,7 +708,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     same = torch.rand(args.pairs, device=device) < 0.5
                     second = torch.where(same, first, other)
                 else:  # consecutive frames: after an invalid row another game begins
-                    first = index[is_valid.flatten()[index]].to(device, non_blocking=True)
+                    kept = index[is_valid.flatten()[index]]  # on the CPU, or a GPU would wait here
+                    first = kept.to(device, non_blocking=True)
                     second = first + N
                 with autocast:
                     loss = snd.target_loss(frames[first], frames[second], first != second)
@@ -739,7 +748,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "train/ent_coef": ent_coef,
                 "train/valid_frac": valid.mean().item(),
                 "int/reward_raw": raw_bonus.mean().item(),
-                "int/reward_norm": bonus.mean().item(),
+                "int/reward_norm": bonus.mean().item(),  # scaled and limited, not normalised
                 "int/return_std": targets[is_valid][:, 1].std().item(),
                 "int/explained_variance": explained_int,
             }

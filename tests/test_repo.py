@@ -16,9 +16,9 @@ from conftest import ROOT
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
     "ppo_procgen": (785, 37.1),
     "impala_procgen": (867, 41.6),
-    "ppo_atari_rnd": (907, 44.9),
-    "ppo_atari_snd": (984, 48.6),
-    "appo_atari": (979, 48.1),
+    "ppo_atari_rnd": (912, 45.5),
+    "ppo_atari_snd": (993, 49.1),
+    "appo_atari": (984, 48.6),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five scripts of this project ---\n"
