@@ -364,7 +364,6 @@ def vtrace(reward, value, terminated, done, rho, gamma: float):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
     next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs leads into the next game
-    # rho as in IMPALA, though ppo_terms multiplies by the ratio again: so does Sample Factory.
     advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], advantage
 
@@ -378,6 +377,7 @@ def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE)
     reward, terminated, done = minibatch["reward"], minibatch["terminated"], minibatch["done"]
     vs, advantage = vtrace(reward, value, terminated, done, rho, gamma)
+    # This has rho in it, and ppo_terms multiplies by the ratio again: so does Sample Factory.
     return {"target": vs, "advantage": advantage}
 
 

@@ -362,8 +362,8 @@ class Actors:
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
     make a dataset. Beyond the dataset that the learner waits for, `ahead` more may be under way: so
-    when a row is learned from, at most the SGD steps of `ahead` datasets were made since it was
-    played. With `ahead` = 0 actors wait while the learner trains.
+    a row that arrives was played at most `ahead` datasets' SGD steps ago, and ages further while it
+    is trained on. With `ahead` = 0 actors wait while the learner trains.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
