@@ -107,7 +107,7 @@ class Args:
     max_episode_steps: int = 27_000  # agent steps after which a game is cut
     frame_size: Literal[84, 96] = 84  # pixels a side, grey
     stack: int = 4  # frames shown
-    num_envs: int = 32  # parallel environments
+    num_envs: int = 32  # parallel environments, of each process under torchrun
     num_groups: int = 2  # groups of them, each stepped by a thread of its own
     # optimisation
     num_steps: int = 128  # rollout length per environment
@@ -364,8 +364,8 @@ def vtrace(reward, value, terminated, done, rho, gamma: float):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
     next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs leads into the next game
-    advantage = rho * (reward + discount * next_vs - value[:-1])
-    return vs[:-1], advantage
+    rho_advantage = rho * (reward + discount * next_vs - value[:-1])
+    return vs[:-1], rho_advantage
 
 
 def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
@@ -376,9 +376,9 @@ def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
     logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE)
     reward, terminated, done = minibatch["reward"], minibatch["terminated"], minibatch["done"]
-    vs, advantage = vtrace(reward, value, terminated, done, rho, gamma)
-    # This has rho in it, and ppo_terms multiplies by the ratio again: so does Sample Factory.
-    return {"target": vs, "advantage": advantage}
+    vs, rho_advantage = vtrace(reward, value, terminated, done, rho, gamma)
+    # Though ppo_terms multiplies by the ratio once more: so does Sample Factory.
+    return {"target": vs, "advantage": rho_advantage}
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
@@ -441,7 +441,8 @@ class Group:
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the groups' games differ in age; their rewards do not count.
+        # Random steps first, so that the groups' games differ in age. Their rewards do not count:
+        # of the games that are then under way only the rest is reported.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -455,9 +456,9 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. Beyond the dataset that the learner waits for, `ahead` more may be under way: so
-    a row that arrives was played at most `ahead` datasets' SGD steps ago, and ages further while it
-    is trained on. With `ahead` = 0 actors wait while the learner trains.
+    make a dataset. Those of the dataset that the learner waits for and of `ahead` more are under
+    way, the other groups rest: so a row that arrives was played at most `ahead` datasets' SGD steps
+    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -538,7 +539,7 @@ def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
         if "episode" in info:
             returns += info["episode"]["r"][info["_episode"]].tolist()
             lengths += info["episode"]["l"][info["_episode"]].tolist()
-        columns["reward"][t] = torch.from_numpy(np.float32(reward))
+        columns["reward"][t] = torch.from_numpy(reward)
         columns["terminated"][t] = torch.from_numpy(terminated)
         columns["done"][t] = torch.from_numpy(group.done)
         policy_s += acted - start
@@ -632,7 +633,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     metrics = {}
     try:
         while step < total:
-            logger.mark = time.perf_counter()  # saving and evaluating are not booked
+            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
             # Dataset: whole rollouts, side by side; the next ones are under way meanwhile
             dataset = actors.dataset()
             batch = {}
@@ -756,7 +757,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed
+    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed. What a half-done
+        # iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -836,8 +838,8 @@ def set_up(args: Args) -> torch.device:
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
-        libc.mallopt(-1, 2**30)
+    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device

@@ -10,20 +10,20 @@ while the learner trains on what is complete (--compile and --precision change t
 
 Measured on starpilot, all levels, 1M steps, with `--channels 16 32 32 --precision bf16 --sync`, on
 2 CPU cores: training return 6.3 and 5.7 (two seeds). OpenAI's PPO has 8.8, ppo_procgen.py 12.1.
-The entry's own setting stays at 2.8 there (one seed), where an agent that sees nothing has 2.5:
+The defaults are ours, chosen for that. The entry's setting, without replay, stays at 2.8 there (one
+seed), where an agent that sees nothing has 2.5:
     python impala_procgen.py --num-envs 16 --num-groups 2 --num-steps 200 --minibatch-size 1600
         --update-epochs 3 --replay-slots 0 --replay-proportion 0 --lr 0 1e-4 1e6 5e-4 8e6 1e-4
         --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
 
-Unlike the paper, as in the entry (RLlib 0.8 on TensorFlow 1): Adam, replayed batches with V-trace
-anew, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
+Unlike the paper, as in the entry's code (RLlib 0.8 on TensorFlow 1): Adam, replayed batches with
+V-trace anew, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
 
-Departures, effects not measured: losses are means over rows; the entry sums 1,600 rows. Adam
-ignores that factor, except in the gradient's clip (0.5) and epsilon (1e-8), so both are divided by
-1,600. A fragment's last row is trained too (the entry only bootstraps from it). Actors may be 2
-batches ahead (the entry: 16). Group g first plays g rollouts of random actions. A replay slot holds
-a batch (the entry: a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's
-before it.
+Departures, effects not measured: losses are means over rows; the entry sums 1,600 rows, so its
+Adam's epsilon (1e-8) and its limit of the gradient (0.5; the one above) are divided by 1,600 here.
+A fragment's last row is trained too (the entry only bootstraps from it). Actors may be 2 batches
+ahead (the entry: 16). Group g first plays g rollouts of random actions. A replay slot holds a batch
+(the entry: a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before.
 
 Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the
 paper's), V-trace's limits other than 1, emulator states and replay in checkpoints.
@@ -82,7 +82,7 @@ class Args:
     env_threads: int = 0  # threads that step a group's environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows per forward; backward: whole fragments; 0 = 64 on a CPU, else all
+    micro_batch: int = 0  # rows computed at once, up to whole fragments; 0 = 64 on a CPU, else all
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -92,11 +92,11 @@ class Args:
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
-    num_envs: int = 128  # parallel environments
+    num_envs: int = 128  # parallel environments, of each process under torchrun
     num_groups: int = 4  # groups of them, each stepped by a thread of its own
     # optimisation
     num_steps: int = 64  # length of a fragment, the rollout of one environment
-    minibatch_size: int = 2048  # rows of a batch, each of which is one SGD step
+    minibatch_size: int = 2048  # rows of a batch, whole rollouts; a pass over it is one SGD step
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
@@ -147,7 +147,7 @@ def check(args: Args):
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames; the last is t
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the frames kept, oldest first
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -205,7 +205,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         rand_seed=stream_seed(args.seed, stream),
         num_threads=args.env_threads or CORES,
     )
-    return RecordEpisodeStatistics(envs)  # a whole game's return and length, in info["episode"]
+    return RecordEpisodeStatistics(envs)  # whole games', in info["episode"]; knows both autoresets
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -231,6 +231,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
+        self.version = 0  # SGD steps of this process
         self.pool = args.pool
         self.input_shift = args.input_shift
         self.convs = nn.ModuleList()
@@ -293,8 +294,8 @@ def vtrace(reward, value, done, rho, gamma: float, lam: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    advantage = rho * (reward + discount * vs[1:] - value[:-1])
-    return vs[:-1], advantage
+    rho_advantage = rho * (reward + discount * vs[1:] - value[:-1])
+    return vs[:-1], rho_advantage
 
 
 def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Tensor]:
@@ -309,9 +310,9 @@ def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Ten
     log_rho = action_logp.detach() - rows["logp"]
     rho = log_rho.exp()
     reward, done = rows["reward"], rows["done"]
-    vs, advantage = vtrace(reward, value.detach(), done, rho, args.gamma, args.vtrace_lambda)
+    vs, rho_advantage = vtrace(reward, value.detach(), done, rho, args.gamma, args.vtrace_lambda)
     terms = {
-        "policy": -action_logp * advantage,
+        "policy": -action_logp * rho_advantage,
         "value": (value[:-1] - vs) ** 2 / 2,
         "entropy": -(logp.exp() * logp).sum(-1),
         "approx_kl": rho - 1 - log_rho,
@@ -346,13 +347,12 @@ class Group:
         self.envs = envs
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
-        self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the groups' games differ in age; their rewards do not count.
+        # Random steps first, so that the groups' games differ in age. Their rewards do not count:
+        # of the games that are then under way only the rest is reported.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
-            self.obs, _, terminated, truncated, _ = envs.step(action)
-            self.done = terminated | truncated
+            self.obs, *_ = envs.step(action)
         envs.episode_returns[:] = 0
         envs.episode_lengths[:] = 0
 
@@ -361,9 +361,9 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. Beyond the dataset that the learner waits for, `ahead` more may be under way: so
-    a row that arrives was played at most `ahead` datasets' SGD steps ago, and ages further while it
-    is trained on. With `ahead` = 0 actors wait while the learner trains.
+    make a dataset. Those of the dataset that the learner waits for and of `ahead` more are under
+    way, the other groups rest: so a row that arrives was played at most `ahead` datasets' SGD steps
+    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -432,12 +432,11 @@ def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
         action = action.cpu().numpy()
         acted = time.perf_counter()
         group.obs, reward, terminated, truncated, info = group.envs.step(action)
-        group.done = terminated | truncated
         if "episode" in info:
             returns += info["episode"]["r"][info["_episode"]].tolist()
             lengths += info["episode"]["l"][info["_episode"]].tolist()
-        rewards[t] = torch.from_numpy(np.float32(reward))
-        dones[t] = torch.from_numpy(group.done)
+        rewards[t] = torch.from_numpy(reward)
+        dones[t] = torch.from_numpy(terminated | truncated)
         policy_s += acted - start
         env_s += time.perf_counter() - acted
     columns["obs"][T] = torch.from_numpy(group.obs)
@@ -483,7 +482,6 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
     torch.manual_seed(args.seed)  # equal first weights on all ranks
     agent = Agent(obs_shape, num_actions, args).to(device)
-    agent.version = 0  # SGD steps of this process
     network = torch.compile(agent) if args.compile else agent
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     best = -np.inf
@@ -499,21 +497,15 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     replay_rng = random.Random(args.seed)  # the same draws on all ranks
     ring = deque(maxlen=args.replay_slots)  # the newest batches
     num_fragments = args.minibatch_size // T
-    all_rows = num_fragments * (T + 1)
-    micro_batch = args.micro_batch or (64 if device.type == "cpu" else all_rows)
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     piece_fragments = math.ceil(micro_batch / T)  # V-trace needs whole ones
     recent = deque(maxlen=100)  # returns of the last games
 
     def forward(obs):
-        """(T + 1, N, C, H, W) -> logits (T + 1, N, A), value (T + 1, N), in micro-batches."""
-        logits, values = [], []
-        frames = obs.flatten(0, 1)
-        for piece in frames.chunk(math.ceil(len(frames) / micro_batch)):
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-                piece_logits, piece_value = network(piece)
-            logits.append(piece_logits)
-            values.append(piece_value)
-        return torch.cat(logits).unflatten(0, obs.shape[:2]), torch.cat(values).view(obs.shape[:2])
+        """(T + 1, N, C, H, W) -> logits (T + 1, N, A), value (T + 1, N)."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits, value = network(obs.flatten(0, 1))
+        return logits.unflatten(0, obs.shape[:2]), value.view(obs.shape[:2])
 
     def save(name: str):
         state = {
@@ -533,7 +525,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     metrics = {}
     try:
         while step < total:
-            logger.mark = time.perf_counter()  # saving and evaluating are not booked
+            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
             # Batch: whole rollouts, side by side; the next ones are under way meanwhile
             dataset = actors.dataset()
             new_batch = {}
@@ -592,7 +584,9 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
-            if not np.isfinite(sum(means.values()) + grad_norm.item()):  # of the last pass
+            # A replayed pass has no part in the means, but its NaN stays in the weights: the last
+            # pass's norm shows it.
+            if not np.isfinite(sum(means.values()) + grad_norm.item()):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
             next_step = step + batch_size
@@ -634,7 +628,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed
+    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed. What a half-done
+        # iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -719,8 +714,8 @@ def set_up(args: Args) -> torch.device:
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
-        libc.mallopt(-1, 2**30)
+    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device

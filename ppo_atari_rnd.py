@@ -535,7 +535,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         done = np.zeros(N, bool)  # of the last step
         memory = torch.zeros(N, agent.memory_size, device=device)
         while step < total:
-            logger.mark = time.perf_counter()  # saving and evaluating are not booked
+            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
             # Rollout
             returns, lengths = [], []  # of the games that end
             for t in range(T):
@@ -555,7 +555,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 if "episode" in info:
                     returns += info["episode"]["r"][info["_episode"]].tolist()
                     lengths += info["episode"]["l"][info["_episode"]].tolist()
-                rewards[t] = torch.from_numpy(np.float32(reward))
+                rewards[t] = torch.from_numpy(reward)
                 terminations[t] = torch.from_numpy(terminated)
                 dones[t] = torch.from_numpy(done)
                 logger.lap("env", N * WORLD)
@@ -681,7 +681,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed
+    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed. What a half-done
+        # iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -764,8 +765,8 @@ def set_up(args: Args) -> torch.device:
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
-        libc.mallopt(-1, 2**30)
+    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device

@@ -7,10 +7,10 @@
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438. Network:
 IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
-Measured: starpilot, all levels, 1M steps with `--channels 16 32 32`, on 2 CPU cores, one seed:
-13.5 +- 1.2 (standard error over 100 games). OpenAI published 8.8 +- 0.6 (3 runs); this script in
-their setting (the README's command) 8.4 +- 0.7, one seed. The 8M steps of the default were not run
-yet; the entry had 26.3 on bigfish.
+Measured: all levels, 1M steps, 2 CPU cores, one seed each (+-: standard error over 100 games).
+Starpilot with `--channels 16 32 32`: 13.5 +- 1.2. In OpenAI's setting (the README's command with
+--num-levels 0): starpilot 8.4 +- 0.7, fruitbot 9.9 +- 1.1, where OpenAI published 8.8 +- 0.6 and
+11.5 +- 2.0 (3 runs). The default's 8M steps were not run yet; the entry had 26.3 on bigfish.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
@@ -84,8 +84,8 @@ class Args:
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
-    num_envs: int = 48  # parallel environments
-    norm_reward: float = 0  # divide rewards by the deviation of returns of this discount; 0 = no
+    num_envs: int = 48  # parallel environments, of each process under torchrun
+    norm_reward: float = 0  # a discount: divide rewards by its returns' deviation; 0 = do not
     # optimisation
     num_steps: int = 200  # rollout length per environment
     minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
@@ -132,7 +132,7 @@ def check(args: Args):
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the kept frames; the last is t
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the frames kept, oldest first
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -190,7 +190,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         rand_seed=stream_seed(args.seed, stream),
         num_threads=args.env_threads or CORES,
     )
-    return RecordEpisodeStatistics(envs)  # a whole game's return and length, in info["episode"]
+    return RecordEpisodeStatistics(envs)  # whole games', in info["episode"]; knows both autoresets
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -340,7 +340,6 @@ class RewardNormalizer:
     """Rewards over the running deviation of their discounted returns, clipped to +-10.
 
     VecNormalize of OpenAI's baselines. Only divided: centring would change what is optimal.
-    (gymnasium's NormalizeReward differs: it resets a game's sum before adding its last reward.)
     """
 
     def __init__(self, gamma: float, num_envs: int):
@@ -400,10 +399,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         normalizer.sums = saved["normalizer"]
-        if args.kl_coef and saved["kl_coef"]:
+        if args.kl_coef and saved["kl_coef"]:  # --kl-coef given now only turns it on or off
             kl_coef = saved["kl_coef"]
         best = saved["best"]
-    torch.manual_seed(stream_seed(args.seed, stream))
+    torch.manual_seed(stream_seed(args.seed, stream))  # actions and minibatches
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = T * N // args.minibatch_size
     recent = deque(maxlen=100)  # returns of the last games
@@ -439,7 +438,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     try:
         obs, _ = envs.reset()
         while step < total:
-            logger.mark = time.perf_counter()  # saving and evaluating are not booked
+            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
             # Rollout
             returns, lengths = [], []  # of the games that end
             for t in range(T):
@@ -459,7 +458,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     lengths += info["episode"]["l"][info["_episode"]].tolist()
                 if args.norm_reward:
                     reward = normalizer(reward, done)
-                rewards[t] = torch.from_numpy(np.float32(reward))
+                rewards[t] = torch.from_numpy(reward)
                 dones[t] = torch.from_numpy(done)
                 logger.lap("env", N * WORLD)
 
@@ -553,7 +552,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed
+    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed. What a half-done
+        # iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -637,8 +637,8 @@ def set_up(args: Args) -> torch.device:
     torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # mmap and trim threshold: freed memory is kept, 6 % less CPU
-        libc.mallopt(-1, 2**30)
+    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
+        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device

@@ -14,11 +14,11 @@ import tyro
 from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (785, 37.1),
-    "impala_procgen": (867, 41.6),
-    "ppo_atari_rnd": (912, 45.5),
-    "ppo_atari_snd": (993, 49.1),
-    "appo_atari": (984, 48.6),
+    "ppo_procgen": (785, 37.3),
+    "impala_procgen": (862, 41.6),
+    "ppo_atari_rnd": (913, 45.6),
+    "ppo_atari_snd": (994, 49.3),
+    "appo_atari": (986, 48.9),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five scripts of this project ---\n"
@@ -31,6 +31,7 @@ DIFFERENT = {
     "ppo_terms": "its loss",
     "standardize": "Procgen masks no row",
     "play": "RND's policy may have a memory",
+    "Group": "Atari's row after an end is masked",
     "vtrace": "Procgen has no truncation; IMPALA's limits are 1",
 }
 FAMILY = {  # may differ between Procgen's scripts and Atari's
