@@ -82,7 +82,7 @@ class Args:
     env_threads: int = 0  # threads that step a group's environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
-    micro_batch: int = 0  # rows computed at once, up to whole fragments; 0 = 64 on a CPU, else all
+    micro_batch: int = 0  # rows computed at once, in whole fragments; 0 = 64 on a CPU, else all
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
@@ -498,7 +498,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     ring = deque(maxlen=args.replay_slots)  # the newest batches
     num_fragments = args.minibatch_size // T
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
-    piece_fragments = math.ceil(micro_batch / T)  # V-trace needs whole ones
+    piece_fragments = max(1, micro_batch // T)  # V-trace needs whole ones
     recent = deque(maxlen=100)  # returns of the last games
 
     def forward(obs):
