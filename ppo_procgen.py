@@ -10,7 +10,7 @@ IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXi
 Measured: all levels, 1M steps, 2 CPU cores, one seed each (+-: standard error over 100 games).
 Starpilot with `--channels 16 32 32`: 13.5 +- 1.2. In OpenAI's setting (the README's command with
 --num-levels 0): starpilot 8.4 +- 0.7, fruitbot 9.9 +- 1.1, where OpenAI published 8.8 +- 0.6 and
-11.5 +- 2.0 (3 runs). The default's 8M steps were not run yet; the entry had 26.3 on bigfish.
+11.5 +- 2.0 (training, 3 runs). The default's 8M steps were not run; the entry had 26.3 on bigfish.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
