@@ -76,7 +76,7 @@ SUITES = {
         ("ppo_procgen:narrow", ["bigfish"], 1, NARROW),
         ("ppo_procgen:narrow-1m", ["fruitbot", "jumper", "coinrun", "bossfight"], 1,
          f"{NARROW} --total-timesteps 1000000"),
-        ("snd_breakout", ["Breakout"], 1, NO_REWARD),
+        ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --precision bf16 --total-timesteps 2000000"),
     ],
