@@ -27,6 +27,7 @@ import run as matrix  # noqa: E402
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
+NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
 OTHER = "another network and batch; "
 PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
     ("ppo_procgen", "", "test"): [
@@ -38,6 +39,7 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
     ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "return during training")],
     ("ppo_atari_rnd", "", "game"): [("atari", "RND", "RND paper", "recurrent policy, no forced no-op")],
     ("ppo_atari_snd", "", "game"): [("atari", CND_21, "cnd_21", "one environment's running mean")],
+    ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", "one run's running mean")],
     ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", "PPO")],
 }
 
