@@ -45,6 +45,8 @@ OPENAI = """--num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle --st
 flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
 RND_512 = "--num-envs 512 --total-timesteps 2000000"
+RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512 --lr 2.5e-4 --fire-reset
+--bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
 
 # suite: (script, games, number of seeds, flags), in the order in which they are run
@@ -72,6 +74,7 @@ SUITES = {
     "two_cores": [  # beside published curves at equal steps; 1 to 12 hours each on one core
         ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, RND_512),
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
+        ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
         ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
         ("ppo_procgen:narrow", ["bigfish"], 1, NARROW),
         ("ppo_procgen:narrow-1m", ["fruitbot", "jumper", "coinrun", "bossfight"], 1,
