@@ -9,7 +9,7 @@ IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXi
 
 Measured: all levels, 1M steps, 2 CPU cores, one seed each (+-: standard error over 100 games).
 With `--channels 16 32 32`: starpilot 13.5 +- 1.2, fruitbot 3.5 +- 0.5. In OpenAI's setting (the
-README's command with --num-levels 0): 8.4 +- 0.7, 9.9 +- 1.1; OpenAI published 8.8 +- 0.6 and
+README's command with --num-levels 0): 8.4 (seeds 1 and 2), 9.9 +- 1.1; OpenAI published 8.8 +- 0.6,
 11.5 +- 2.0 (training, 3 runs). The default's 8M steps were not run; the entry had 26.3 on bigfish.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
