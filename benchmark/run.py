@@ -44,7 +44,8 @@ NARROW = "--channels 16 32 32"
 OPENAI = """--num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle --stack none --channels 16 32 32 --pool
 flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
-RND_512 = "--num-envs 512 --total-timesteps 2000000"
+RND_512 = """--num-envs 512 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --bonus-after 100000
+--warmup-steps 256 --precision bf16 --total-timesteps 2000000"""
 RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512 --lr 2.5e-4 --fire-reset
 --bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
@@ -72,7 +73,7 @@ SUITES = {
         ("appo_atari:two-cores", ["Pong"], 1, f"{TWO_CORES} --total-timesteps 4000000"),
     ],
     "two_cores": [  # beside published curves at equal steps; 1 to 12 hours each on one core
-        ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, RND_512),
+        ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 30"),
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
         ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
         ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
