@@ -16,7 +16,7 @@ from conftest import ROOT
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
     "ppo_procgen": (785, 37.3),
     "impala_procgen": (862, 41.6),
-    "ppo_atari_rnd": (912, 45.5),
+    "ppo_atari_rnd": (913, 45.6),
     "ppo_atari_snd": (995, 49.4),
     "appo_atari": (986, 48.9),
 }
