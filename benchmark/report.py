@@ -8,7 +8,9 @@
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
 in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. A cell of the
 matrix that was not run is a gap, shown beside its published number (of the large suites only what has a result is
-shown); a failed one shows its error.
+shown); a failed one shows its error. Published training returns are compared with ours in training, evaluations with
+ours: of OpenAI's runs reference/procgen.csv has the mean over the last tenth of the steps, as we give it, and the one
+around a step for the picture; "stderr" is the standard error over their runs.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
@@ -26,26 +29,30 @@ import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
+LONG = 400_000  # agent steps
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
 NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
+TRAINING = "in training"
 OTHER = "another network and batch; "
+OPENAI = f"{TRAINING}, 3 runs"
+RUNNING = f"{TRAINING}, running mean of one environment"
 PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
     ("ppo_procgen", "", "test"): [
-        ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}training return"),
-        ("procgen", "competition_8th_place_PPO_wide", "the competition entry", "one run, its evaluation"),
+        ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
+        ("procgen", "competition_8th_place_PPO_wide", "the competition entry", "one run, evaluation"),
     ],
-    ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", "PPO, not IMPALA; training return")],
-    ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", "training return")],
-    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "return during training")],
-    ("ppo_atari_rnd", "", "game"): [("atari", "RND", "RND paper", "recurrent policy, no forced no-op")],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "cnd_21", "one environment's running mean")],
-    ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", "one run's running mean")],
-    ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", "PPO")],
+    ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
+    ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
+    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "all levels, beside it, 3 runs")],
+    ("ppo_atari_rnd", "", "game"): [("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op")],
+    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "cnd_21", f"{RUNNING}, 3 runs")],
+    ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
+    ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
 }
 
 
-def reference() -> dict:
-    """(file, game, series) -> {agent steps: score}."""
+def reference(column: str = "") -> dict:
+    """(file, game, series) -> {agent steps: score}, of another column if it is named: those rows that have it."""
     found = {}
     for name, game, series, steps, score, frames in (
         ("procgen", "env", "split", "step", "mean_return", 1),
@@ -54,8 +61,19 @@ def reference() -> dict:
         with open(REFERENCE / f"{name}.csv", newline="") as file:
             for row in csv.DictReader(file):
                 points = found.setdefault((name, row[game], row[series]), {})
-                points[int(row[steps]) // frames] = float(row[score])
+                value = row.get(column or score)
+                if value:
+                    points[int(row[steps]) // frames] = float(value)
     return found
+
+
+class Published(NamedTuple):
+    """A number, what it is, how its protocol differs, its standard error over runs if that is published."""
+
+    score: float
+    what: str
+    how: str
+    error: float | None
 
 
 def levels(flags: str) -> str:
@@ -76,14 +94,16 @@ def sources(job, split: str) -> list:
     return found
 
 
-def published(job, split: str, steps: int, points: dict) -> list:
-    """[(number, what it is, how its protocol differs)] at the published step nearest to ours, within a tenth."""
-    found = []
+def published(job, split: str, steps: int, points: dict) -> list[Published]:
+    """What is published at the step nearest to ours, within a tenth: the last tenth's number where there is one."""
+    found, tenths, errors = [], reference("last_tenth"), reference("stderr")
     for file, name, what, how in sources(job, split):
         series = points.get((file, job.game, name), {})
         near = [step for step in series if abs(step - steps) <= 0.1 * steps]
         if near:
-            found.append((series[min(near, key=lambda step: abs(step - steps))], what, how))
+            step = min(near, key=lambda step: abs(step - steps))
+            key = file, job.game, name
+            found.append(Published(tenths[key].get(step, series[step]), what, how, errors[key].get(step)))
     return found
 
 
@@ -154,13 +174,20 @@ def number(scores: list[float], evaluation: dict | None = None) -> str:
     return f"{scores[0]:.2f}" + (f" (+- {error:.2f} over games)" if error is not None else "")
 
 
-def last_tenth(cell: dict) -> str:
-    """Mean training return over the games of the last tenth of the steps, over the seeds in which games ended."""
+def last_tenth(cell: dict) -> tuple[list[float], str]:
+    """Mean training returns of the games of the last tenth of the steps, of the seeds in which games ended; as text."""
     ends = [[row[1:] for row in curve if row[0] > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
     means = [sum(value * games for value, games in end) / sum(games for _, games in end) for end in ends if end]
     games = sum(games for end in ends for _, games in end)
     missing = f", {len(means)} of {len(ends)} seeds" * (len(means) < len(ends))
-    return f"{number(means)} ({games:,.0f} games{missing})" if means else "-"
+    return means, f"{number(means)} ({games:,.0f} games{missing})" if means else "-"
+
+
+def differences(cell: dict, scores: list[float], theirs: list[Published]) -> str:
+    """Of the evaluation `scores` to each published number, or of the last tenth of training to one in training."""
+    ours = [last_tenth(cell)[0] if TRAINING in entry.how else scores for entry in theirs]
+    found = [f"{statistics.mean(of) - entry.score:+.2f}" for of, entry in zip(ours, theirs, strict=True) if of]
+    return ", ".join(found) or "-"
 
 
 HEADER = """| script | game | steps | n | evaluation | training, last tenth | published | difference |
@@ -182,28 +209,32 @@ def commits(cell: dict) -> str:
     return ", ".join(dict.fromkeys(map(revision, found)))
 
 
-def table(entries: list[dict]) -> list[str]:
+def table(entries: list[dict], results: Path = RESULTS) -> list[str]:
     lines = [HEADER, "|" + "---|" * 10]
     for cell in entries:
         job = cell["job"]
         start, steps = f"| `{job.name.rpartition('/')[0]}` |", f"{cell['steps']:,}"
         if not cell["done"]:
             theirs = [entry for entries in cell["published"].values() for entry in entries]
-            state = failure(cell) if cell["failed"] else "**not run**"
+            partial = results / "partial" / job.folder.partition("/")[2].rpartition("-")[0]
+            state = "**not finished**" if partial.is_dir() else "**not run**"
+            state = failure(cell) if cell["failed"] else state
             lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | {shown(theirs)} | - | - | - |")
         for split, scores in cell["splits"].items():
             first, theirs = cell["done"][0], cell["published"].get(split, [])
-            difference = ", ".join(f"{statistics.mean(scores) - entry[0]:+.2f}" for entry in theirs) or "-"
             kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} core" + "s" * (d["cores"] > 1) for d in cell["done"])
             value = number(scores, first["eval"]["splits"][split])
             row = [f"{job.game} ({split})", steps, seeds_of(cell), value]
-            row += [last_tenth(cell), shown(theirs), difference, "; ".join(dict.fromkeys(kinds)), commits(cell)]
+            row += [last_tenth(cell)[1], shown(theirs), differences(cell, scores, theirs)]
+            row += ["; ".join(dict.fromkeys(kinds)), commits(cell)]
             lines.append(" ".join([start, " | ".join(row), "|"]))
     return lines
 
 
 def shown(theirs: list) -> str:
-    return "; ".join(f"{score:.2f}, {what} ({how})" for score, what, how in theirs) or "none at these steps"
+    errors = ["" if entry.error is None else f" +- {entry.error:.2f}" for entry in theirs]
+    texts = (f"{one.score:.2f}{error}, {one.what} ({one.how})" for one, error in zip(theirs, errors, strict=True))
+    return "; ".join(texts) or "none at these steps"
 
 
 def speeds(results: Path = RESULTS) -> list[dict]:
@@ -266,19 +297,22 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 
 def short_table(results: Path = RESULTS) -> list[str]:
-    """Twelve rows for the README, those with a published number first: evaluations, and what failed."""
-    lines = ["| suite, script, game | steps | n | evaluation | published at these steps |", "|" + "---|" * 5]
+    """For the README, all that was trained for LONG steps, rows with a published number first; and what failed."""
+    head = "| suite, script, game | steps | n | evaluation | training, last tenth | published at these steps |"
+    lines = [head, "|" + "---|" * 6]
     rows = []
     for cell in cells(results):
+        if cell["steps"] < LONG:
+            continue
         start = f"{cell['job'].suite}, `{cell['job'].variant}`, {cell['job'].game}"
         for split, scores in cell["splits"].items():
             value = number(scores, cell["done"][0]["eval"]["splits"][split])
-            row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value]
+            row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value, last_tenth(cell)[1]]
             theirs = cell["published"].get(split, [])
             rows.append((not theirs, "| " + " | ".join([*row, shown(theirs)]) + " |"))
         if cell["failed"] and not cell["done"]:
-            rows.append((True, f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - |"))
-    return lines + [line for _, line in sorted(rows, key=lambda row: row[0])[:12]]
+            rows.append((True, f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - | - |"))
+    return lines + [line for _, line in sorted(rows, key=lambda row: row[0])]
 
 
 def suite_tables(results: Path = RESULTS) -> list[str]:
@@ -287,7 +321,7 @@ def suite_tables(results: Path = RESULTS) -> list[str]:
     for suite in matrix.SUITES:
         own = [cell for cell in entries if cell["job"].suite == suite]
         if own:
-            lines += [f"### {suite}", "", *table(own), ""]
+            lines += [f"### {suite}", "", *table(own, results), ""]
     return lines
 
 
@@ -310,11 +344,11 @@ def report(results: Path = RESULTS) -> str:
 
 
 IMPALA = "impala_procgen_starpilot_1m/long_fragments_64"
-BY_HAND = {"starpilot": [("impala_procgen:narrow", [f"{IMPALA}_seed1", f"{IMPALA}_seed2"])]}  # runs that no suite has
+NO_SUITE = {"starpilot": [("impala_procgen, 1M steps", [f"{IMPALA}_seed1", f"{IMPALA}_seed2"])]}
 
 
 def picture(results: Path = RESULTS):
-    """plots/curves.png: a panel for each game that was trained for 400,000 steps or more, in windows of a fiftieth."""
+    """plots/curves.png: a panel for each game that was trained for LONG steps, in windows of a fiftieth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -322,7 +356,7 @@ def picture(results: Path = RESULTS):
 
     games = {}
     for cell in cells(results):
-        if cell["done"] and cell["steps"] >= 400_000:
+        if cell["done"] and cell["steps"] >= LONG:
             games.setdefault(cell["job"].game, []).append(cell)
     if not games:
         return
@@ -332,7 +366,7 @@ def picture(results: Path = RESULTS):
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
         lines = [(cell["job"].variant, list(cell["curves"].values())) for cell in group]
-        for name, files in BY_HAND.get(game, []):
+        for name, files in NO_SUITE.get(game, []):
             lines.append((name, [curve(RESULTS / "curves" / file / "metrics.csv") for file in files]))
         for i, (name, curves) in enumerate(lines):
             for values in curves:

@@ -110,7 +110,7 @@ def test_floor_command(tmp_path, monkeypatch, capsys):
     assert floor.main(["ppo_procgen", "--json", str(tmp_path / "x.json"), "--", *flags.split()]) == 0
     result = json.loads((tmp_path / "x.json").read_text())
     assert result == json.loads(capsys.readouterr().out) and len(result["learner_shares"]) == 3
-    assert 0 < result["learner_share"] < 1.5 and 0 < result["acting_share"] < 1.5
+    assert 0 < result["learner_share"] < 8 and 0 < result["acting_share"] < 8  # 1 on a machine that does nothing else
     first, heads = 2 * 9 * 64 * 64 * 6 * 8, 2 * (8 * 256 + 256 * 15 + 256)
     convolutions = first + 2 * 9 * 8 * 8 * (4 * 32**2 + 32**2 + 4 * 16**2 + 16**2 + 4 * 8**2)
     expected = 3 * (3 * (convolutions + heads) - first)

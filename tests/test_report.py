@@ -61,14 +61,14 @@ def test_folder_of_results(tmp_path, capsys):
     games = ("bigfish", "coinrun", "starpilot")
     (bigfish,), (coinrun,), (gap,) = (rows(text, f"`ppo_procgen/{game}`") for game in games)
     assert bigfish[1:5] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (+- 0.50 over games)"]
-    assert bigfish[6].startswith("9.57, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[6]
-    assert bigfish[7] == "+2.43, -14.28"
+    assert bigfish[6].startswith("10.33 +- 0.48, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[6]
+    assert bigfish[7] == "-7.33, -14.28"  # training beside training, 3.0; evaluation beside evaluation
     assert coinrun[3:5] == ["0", "failed: ppo_procgen.py: no memory / left"]
-    assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[6].startswith("29.5")
+    assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[6].startswith("27.93")
     done = report.filled("a\n<!-- results -->\nold\n<!-- end of results -->\nb", tmp_path)
     assert done.startswith("a\n<!-- results -->\n| ") and "old" not in done and done.endswith("-->\nb")
     start = "| gpu, `ppo_procgen`, coinrun | 8,000,000 | 0 seeds, 1 failed"
-    assert f"\n{start} | failed: ppo_procgen.py: no memory / left | - |\n" in done
+    assert f"\n{start} | failed: ppo_procgen.py: no memory / left | - | - |\n" in done
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page.split("<script>")[0] and "src=" not in page and "href=" not in page
     (cell,) = [cell for cell in json.loads(re.search(r"const cells = (.*);\n", page)[1]) if cell["n"]]
@@ -108,20 +108,23 @@ def test_smooth():
 
 
 def test_published_numbers():
-    """The nearest step within a tenth; frames are four to a step; each split of the 200-level setting has its own."""
+    """The nearest step within a tenth, its last tenth and error over runs; frames are four to a step; splits differ."""
     points, (openai,) = report.reference(), run.jobs_of("gpu", "ppo_procgen-openai")
     (bigfish,), (montezuma,) = run.jobs_of("gpu", "ppo_procgen/bigfish"), run.jobs_of("gpu", "ppo_atari_snd")
-    series = points["procgen", "bigfish", "all_levels_PPO"]
-    assert report.published(bigfish, "test", 8_400_000, points)[0][0] == series[7_995_392]
+    tenths, errors = (report.reference(column) for column in ("last_tenth", "stderr"))
+    key = "procgen", "bigfish", "all_levels_PPO"
+    (first, entry) = report.published(bigfish, "test", 8_400_000, points)
+    assert (first.score, first.error) == (tenths[key][7_995_392], errors[key][7_995_392])
+    assert first.score != points[key][7_995_392] and entry.error is None
     assert report.published(bigfish, "test", 6_000_000, points) == []
     assert report.published(montezuma, "game", 128_000_000, points)[0][0] == pytest.approx(13_213, abs=10)
     for split, name in (("train", "train200_PPO"), ("test", "test_full_PPO")):
         (found,) = report.published(openai, split, 25_000_000, points)
-        assert found[0] == points["procgen", "coinrun", name][25_001_984]
+        assert found.score == tenths["procgen", "coinrun", name][25_001_984]
     last = (25_001_984, points["procgen", "coinrun", "train200_PPO"][25_001_984])
     assert report.checkpoints(openai, 25_000_000, points)[0][1][-1] == last
     (one_million,) = run.jobs_of("two_cores", "ppo_procgen-openai/starpilot/seed1")  # --num-levels 0: all of them
-    assert report.published(one_million, "test", 1_000_000, points)[0][1:] == ("OpenAI's PPO", "training return")
+    assert report.published(one_million, "test", 1_000_000, points)[0].how == "in training, 3 runs"
 
 
 @pytest.mark.slow
