@@ -8,10 +8,10 @@ IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe
 arXiv:1912.01588. Groups of environments are stepped by a thread each, with the newest weights,
 while the learner trains on what is complete (--compile and --precision change the learner only).
 
-Measured on starpilot, all levels, 1M steps, with `--channels 16 32 32 --precision bf16 --sync`, on
-2 CPU cores: training return 6.3 and 5.7 (two seeds). OpenAI's PPO has 8.8, ppo_procgen.py 12.1.
-The defaults are ours, chosen for that. The entry's setting, without replay, stays at 2.8 there (one
-seed), where an agent that sees nothing has 2.5:
+Measured on starpilot, all levels, with `--channels 16 32 32 --precision bf16 --sync`: mean training
+return from 0.9M to 1M steps 6.3 and 5.7 (two seeds). OpenAI's PPO has 8.1, ppo_procgen.py 12.1. The
+defaults are ours, chosen for that. The entry's setting, without replay, in fp32 and asynchronous,
+stays at 2.8 (one seed), where an agent that sees nothing has 2.5:
     python impala_procgen.py --num-envs 16 --num-groups 2 --num-steps 200 --minibatch-size 1600
         --update-epochs 3 --replay-slots 0 --replay-proportion 0 --lr 0 1e-4 1e6 5e-4 8e6 1e-4
         --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4

@@ -12,7 +12,7 @@ Measured, one CPU core, one seed: Breakout without its reward (`--ext-coef 0`, t
 bf16), 1M steps: 13.7 +- 0.5 (standard error over 100 games; random play: 1.7). A short run needs a
 large `--int-coef`: the normalised bonus is about 0.01 a step, and with 1 instead of 30 play was
 still random after 0.24M steps. Montezuma's Revenge, with 1: no key in 1,556,480 steps of 512
-environments, 176 cells (benchmark/explore.py), of which random play in the warm-up had seen 171;
+environments, 176 cells (benchmark/explore.py), of which warm-up and first rollout had seen 171;
 in 0.3M steps of 16 environments 167 cells, 182 with `--int-coef 0`. Published lengths (492M steps;
 the paper's 8,152 is the recurrent policy's) were not run.
 

@@ -14,15 +14,15 @@ SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. ST-DIM: Anand e
 arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.06347.
 
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
-A random target, RND's, gives similar features to similar frames, so the bonus is soon small. Here
-the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
+RND's random target, says the paper, gives similar features to similar frames, so the bonus is soon
+small. Here it learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
 (SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run
 cnd_21 of github.com/michalnand/reinforcement_learning; $PAPER: the settings of the paper's code.
 
 Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16, not
 finished): 10.5 in training at 0.5M steps; michalnand's run 7.0, random play 1.7. After 384 SGD
 steps on Pitfall's first screen, the bonus on unseen screens over the bonus on it (untrained):
-SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0; its features still grow then).
+SND-V 69 (7), a random target in its place 80 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:

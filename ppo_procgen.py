@@ -7,10 +7,10 @@
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438. Network:
 IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
-Measured: all levels, 1M steps, 2 CPU cores, one seed each (+-: standard error over 100 games).
-With `--channels 16 32 32`: starpilot 13.5 +- 1.2, fruitbot 3.5 +- 0.5. In OpenAI's setting (the
-README's command with --num-levels 0): 8.4 (seeds 1 and 2), 9.9 +- 1.1; OpenAI published 8.8 +- 0.6,
-11.5 +- 2.0 (training, 3 runs). The default's 8M steps were not run; the entry had 26.3 on bigfish.
+Measured on all levels, mean training return from 0.9M to 1M steps. With `--channels 16 32 32`, one
+seed each: starpilot 12.1, fruitbot 2.7. In OpenAI's setting (the README's): starpilot 7.9 (two
+seeds), fruitbot 7.6 (one); OpenAI's runs: 8.1 +- 0.2, 10.4 +- 1.0 (standard error of 3). The
+default's 8M steps were not run; the entry had 26.3 on bigfish.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;

@@ -10,7 +10,8 @@ value of its own; the networks see what the policy sees and are half as wide. As
 the entry: the bonus is divided by the deviation of its running discounted sum; the predictor has an
 Adam of its own, of rate 1e-4. It learns from a rollout before the policy does, in as many passes.
 `episode/return` and evaluations are of the game alone. Not measured here; the entry's score over
-six games was 0.62 with the bonus and 0.68 without, one run each.
+six games was 0.62 with the bonus, three of them cut short by its time limit, and 0.68 without, one
+run each (its LOGS.md).
 """
 
 import sys

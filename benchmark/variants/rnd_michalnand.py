@@ -4,7 +4,8 @@
 
 Source: github.com/michalnand/reinforcement_learning; its RND is its SND but for the bonus: half the
 sum of 512 squared errors, at most 1. Departures as in ppo_atari_snd.py; b2, b3 update a deviation a
-piece at a time. Guesses: B's paddings, D's gains and ReLU. Not measured here (his rnd_1: 6238+).
+piece at a time. Guesses: B's paddings, D's gains and ReLU. Not measured here; his rnd_1 has 6,219
+on Montezuma's Revenge at 128M steps (mean of 3 runs).
 """
 
 import sys
