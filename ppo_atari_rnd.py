@@ -8,13 +8,13 @@ A frame is novel, and pays a bonus, where a trained network fails to predict wha
 network makes of it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
 arXiv:1506.02438. Setting: github.com/openai/random-network-distillation.
 
-Measured, one CPU core, one seed: Breakout without its reward (`--ext-coef 0`, the README's command,
-bf16), 1M steps: 13.7 +- 0.5 (standard error over 100 games; random play: 1.7). A short run needs a
-large `--int-coef`: the normalised bonus is about 0.01 a step, and with 1 instead of 30 play was
-still random after 0.24M steps. Montezuma's Revenge, with 1: no key in 1,556,480 steps of 512
-environments, 176 cells (benchmark/explore.py), of which warm-up and first rollout had seen 171;
-in 0.3M steps of 16 environments 167 cells, 182 with `--int-coef 0`. Published lengths (492M steps;
-the paper's 8,152 is the recurrent policy's) were not run.
+Measured, one CPU core, one seed each, bf16. Breakout without its reward (the README's command), 1M
+steps: 13.7 +- 0.5 (standard error over 100 games; random play: 1.7). A short run needs a large
+`--int-coef`: the normalised bonus is about 0.01 a step, and with 1 instead of 30 play was still
+random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (suite two_cores of
+benchmark/run.py): 67 +- 8, the key in 58 of 100 games, though in no game that ended in training;
+with 1: no key in 1.56M. 16 environments reached 167 cells of its screens in 0.3M, 182 without
+bonus. Published lengths (492M steps; the paper's 8,152 is its recurrent policy's) were not run.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;

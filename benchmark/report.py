@@ -31,6 +31,7 @@ RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "refer
 SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
 LONG = 400_000  # agent steps
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
+RND_1 = "RND_michalnand_cfg1(raw_score)"
 NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
 TRAINING = "in training"
 OTHER = "another network and batch; "
@@ -44,7 +45,10 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
     ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
     ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
     ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "all levels, beside it, 3 runs")],
-    ("ppo_atari_rnd", "", "game"): [("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op")],
+    ("ppo_atari_rnd", "", "game"): [
+        ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op"),
+        ("atari", RND_1, "michalnand's RND", f"{RUNNING}, 3 runs"),
+    ],
     ("ppo_atari_snd", "", "game"): [("atari", CND_21, "cnd_21", f"{RUNNING}, 3 runs")],
     ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
     ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
