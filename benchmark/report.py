@@ -376,7 +376,8 @@ def picture(results: Path = RESULTS):
             for values in curves:
                 panel.plot(*smooth(values, values[-1][0] / 50), f"C{i}", linewidth=1)
             panel.plot([], [], f"C{i}", label=f"{name}, n = {len(curves)}")
-        for marker, (what, known) in zip("*^", group[0]["checkpoints"], strict=False):
+        points = next((cell["checkpoints"] for cell in group if cell["checkpoints"]), [])
+        for marker, (what, known) in zip("*^", points, strict=False):
             panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what.split(' (')[0]}")
         panel.set(title=game, xlabel="agent steps", ylabel="return of training games")
         panel.legend(fontsize="x-small")
