@@ -13,7 +13,7 @@ by a thread each, with the newest weights, while the learner trains on what is c
 and --precision change the learner only).
 
 Measured with the second command on 2 CPU cores, in evaluations of 100 games: Pong after 500,000
-steps 16.6 +- 2.6 (standard error over 3 seeds); one seed of 4M, stopped at 0.85M: 19.4. Steps
+steps 16.6 +- 2.6 (standard error over 3 seeds); one of 4M steps, stopped at 0.85M: 19.4. Steps
 a second, with 16 environments: 2.1 times Sample Factory 2.1.1's (two pairs of runs). All these are
 of an earlier version, whose value clip had another centre. The default setting was not run yet.
 

@@ -12,8 +12,8 @@ Measured, one CPU core, one seed each, bf16. Breakout without its reward (the RE
 steps: 13.7 +- 0.5 (standard error over 100 games; random play: 1.7). A short run needs a large
 `--int-coef`: the normalised bonus is about 0.01 a step, and with 1 instead of 30 play was still
 random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (suite two_cores of
-benchmark/run.py): 67 +- 8, the key in 58 of 100 games, though in no game that ended in training;
-with 1: no key in 1.56M. 16 environments reached 167 cells of its screens in 0.3M, 182 without
+benchmark/run.py): 67 +- 8, the key in 58 of 100 games, though in no game that ended in training.
+`--int-coef 1`: no key in 1.56M; in 0.3M 16 environments saw 167 cells of the screens, 182 without
 bonus. Published lengths (492M steps; the paper's 8,152 is its recurrent policy's) were not run.
 
 Unlike most PPO, as in the authors' code:

@@ -22,7 +22,7 @@ cnd_21 of github.com/michalnand/reinforcement_learning; $PAPER: the settings of 
 Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
 steps: 18.0 +- 0.7, in training 15.2; michalnand's run 18.8, random play 1.7. After 384 SGD
 steps on Pitfall's first screen, the bonus on unseen screens over the bonus on it (untrained):
-SND-V 69 (7), a random target in its place 80 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0).
+SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0); a random target, no worse, 80 (7).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:

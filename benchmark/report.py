@@ -44,12 +44,12 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
     ],
     ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
     ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
-    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "all levels, beside it, 3 runs")],
+    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
     ("ppo_atari_rnd", "", "game"): [
         ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op"),
         ("atari", RND_1, "michalnand's RND", f"{RUNNING}, 3 runs"),
     ],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "cnd_21", f"{RUNNING}, 3 runs")],
+    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 3 runs")],
     ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
     ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
 }
@@ -308,7 +308,7 @@ def short_table(results: Path = RESULTS) -> list[str]:
     for cell in cells(results):
         if cell["steps"] < LONG:
             continue
-        start = f"{cell['job'].suite}, `{cell['job'].variant}`, {cell['job'].game}"
+        start = f"{cell['job'].suite}, `{cell['job'].name.partition('/')[0]}`, {cell['job'].game}"
         for split, scores in cell["splits"].items():
             value = number(scores, cell["done"][0]["eval"]["splits"][split])
             row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value, last_tenth(cell)[1]]
