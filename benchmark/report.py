@@ -207,6 +207,17 @@ def failure(cell: dict) -> str:
     return f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}"
 
 
+def hours(cell: dict) -> str:
+    """Of training, the mean over seeds, and on what."""
+    mean = statistics.mean(one["train_seconds"] for one in cell["done"]) / 3600
+    return f"{mean:.1f} on {hardware(cell)}"
+
+
+def hardware(cell: dict) -> str:
+    kinds = (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1) for one in cell["done"])
+    return "; ".join(dict.fromkeys(kinds))
+
+
 def commits(cell: dict) -> str:
     """All revisions that trained a cell, in short."""
     found = (git for one in cell["done"] for git in [*one.get("git_before", ()), one["git"]])
@@ -226,11 +237,10 @@ def table(entries: list[dict], results: Path = RESULTS) -> list[str]:
             lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | {shown(theirs)} | - | - | - |")
         for split, scores in cell["splits"].items():
             first, theirs = cell["done"][0], cell["published"].get(split, [])
-            kinds = (d["gpu"] or f"{d['cpu']}, {d['cores']} core" + "s" * (d["cores"] > 1) for d in cell["done"])
             value = number(scores, first["eval"]["splits"][split])
             row = [f"{job.game} ({split})", steps, seeds_of(cell), value]
             row += [last_tenth(cell)[1], shown(theirs), differences(cell, scores, theirs)]
-            row += ["; ".join(dict.fromkeys(kinds)), commits(cell)]
+            row += [hardware(cell), commits(cell)]
             lines.append(" ".join([start, " | ".join(row), "|"]))
     return lines
 
@@ -302,8 +312,8 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 def short_table(results: Path = RESULTS) -> list[str]:
     """For the README, all that was trained for LONG steps, rows with a published number first; and what failed."""
-    head = "| suite, script, game | steps | n | evaluation | training, last tenth | published at these steps |"
-    lines = [head, "|" + "---|" * 6]
+    head = "| suite, script, game | steps | n | evaluation | training, last tenth | published at these steps | hours |"
+    lines = [head, "|" + "---|" * 7]
     rows = []
     for cell in cells(results):
         if cell["steps"] < LONG:
@@ -313,9 +323,9 @@ def short_table(results: Path = RESULTS) -> list[str]:
             value = number(scores, cell["done"][0]["eval"]["splits"][split])
             row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value, last_tenth(cell)[1]]
             theirs = cell["published"].get(split, [])
-            rows.append((not theirs, "| " + " | ".join([*row, shown(theirs)]) + " |"))
+            rows.append((not theirs, "| " + " | ".join([*row, shown(theirs), hours(cell)]) + " |"))
         if cell["failed"] and not cell["done"]:
-            rows.append((True, f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - | - |"))
+            rows.append((True, f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - | - | - |"))
     return lines + [line for _, line in sorted(rows, key=lambda row: row[0])]
 
 

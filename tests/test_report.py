@@ -21,7 +21,7 @@ CURVE = ((4_000_000, 1.0, 2), (7_996_800, 3.0, 1))
 def write(results, name, mean, suite="gpu", steps=7_996_800, error=None, curve=CURVE, **more):
     (job,) = run.jobs_of(suite, name)
     found = dict(command=" ".join(job.command), status="failed" if error else "done", error=error, steps=steps)
-    found |= dict(gpu=None, cpu="CPU", cores=2, git="abc", seed=int(name[-1])) | more
+    found |= dict(gpu=None, cpu="CPU", cores=2, train_seconds=5400.0, git="abc", seed=int(name[-1])) | more
     split = dict(returns=[mean], mean=mean, stderr=0.5)
     found["eval"] = None if error else dict(splits=dict(test=split))
     path = results / suite / f"{name}.json"
@@ -67,8 +67,9 @@ def test_folder_of_results(tmp_path, capsys):
     assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[6].startswith("27.93")
     done = report.filled("a\n<!-- results -->\nold\n<!-- end of results -->\nb", tmp_path)
     assert done.startswith("a\n<!-- results -->\n| ") and "old" not in done and done.endswith("-->\nb")
+    assert "| 1.5 on CPU, 2 cores |\n" in done
     start = "| gpu, `ppo_procgen`, coinrun | 8,000,000 | 0 seeds, 1 failed"
-    assert f"\n{start} | failed: ppo_procgen.py: no memory / left | - | - |\n" in done
+    assert f"\n{start} | failed: ppo_procgen.py: no memory / left | - | - | - |\n" in done
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page.split("<script>")[0] and "src=" not in page and "href=" not in page
     (cell,) = [cell for cell in json.loads(re.search(r"const cells = (.*);\n", page)[1]) if cell["n"]]
