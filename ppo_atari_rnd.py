@@ -13,8 +13,8 @@ steps: 13.7 +- 0.5 (standard error over 100 games; random play: 1.7). A short ru
 `--int-coef`: the normalised bonus is about 0.01 a step, and with 1 instead of 30 play was still
 random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (suite two_cores of
 benchmark/run.py): 67 +- 8, the key in 58 of 100 games, though in no game that ended in training.
-`--int-coef 1`: no key in 1.56M; in 0.3M 16 environments saw 167 cells of the screens, 182 without
-bonus. Published lengths (492M steps; the paper's 8,152 is its recurrent policy's) were not run.
+Earlier versions, `--int-coef 1`: no key in 1.56M; in 0.3M of 16 environments, fp32, 167 cells of
+the screens, 182 without bonus. Published lengths (492M; 8,152, the recurrent policy) were not run.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;

@@ -14,8 +14,8 @@ SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. ST-DIM: Anand e
 arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.06347.
 
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
-RND's random target, says the paper, gives similar features to similar frames, so the bonus is soon
-small. Here it learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
+RND's random target, says the paper, gives similar frames similar features: its bonus is soon small.
+Here the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
 (SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run
 cnd_21 of github.com/michalnand/reinforcement_learning; $PAPER: the settings of the paper's code.
 

@@ -190,8 +190,8 @@ def last_tenth(cell: dict) -> tuple[list[float], str]:
 def differences(cell: dict, scores: list[float], theirs: list[Published]) -> str:
     """Of the evaluation `scores` to each published number, or of the last tenth of training to one in training."""
     ours = [last_tenth(cell)[0] if TRAINING in entry.how else scores for entry in theirs]
-    found = [f"{statistics.mean(of) - entry.score:+.2f}" for of, entry in zip(ours, theirs, strict=True) if of]
-    return ", ".join(found) or "-"
+    pairs = zip(ours, theirs, strict=True)
+    return ", ".join(f"{statistics.mean(of) - entry.score:+.2f}" if of else "-" for of, entry in pairs) or "-"
 
 
 HEADER = """| script | game | steps | n | evaluation | training, last tenth | published | difference |

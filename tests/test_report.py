@@ -65,9 +65,14 @@ def test_folder_of_results(tmp_path, capsys):
     assert bigfish[7] == "-7.33, -14.28"  # training beside training, 3.0; evaluation beside evaluation
     assert coinrun[3:5] == ["0", "failed: ppo_procgen.py: no memory / left"]
     assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[6].startswith("27.93")
+    (tmp_path / "partial" / "ppo_procgen_starpilot_seed1").mkdir(parents=True)
+    text = "\n".join(report.suite_tables(tmp_path)).split("## gpu")[1]
+    assert rows(text, "`ppo_procgen/starpilot`")[0][4] == "**not finished**"
+    assert rows(text, "`ppo_procgen/miner`")[0][4] == "**not run**"
+    write(tmp_path, "ppo_procgen/starpilot/seed1", 1.0, "cpu", 61_440)  # too short for the README
     done = report.filled("a\n<!-- results -->\nold\n<!-- end of results -->\nb", tmp_path)
     assert done.startswith("a\n<!-- results -->\n| ") and "old" not in done and done.endswith("-->\nb")
-    assert "| 1.5 on CPU, 2 cores |\n" in done
+    assert "| 1.5 on CPU, 2 cores |\n" in done and "61,440" not in done
     start = "| gpu, `ppo_procgen`, coinrun | 8,000,000 | 0 seeds, 1 failed"
     assert f"\n{start} | failed: ppo_procgen.py: no memory / left | - | - | - |\n" in done
     page = (tmp_path / "index.html").read_text()
