@@ -8,13 +8,14 @@ A frame is novel, and pays a bonus, where a trained network fails to predict wha
 network makes of it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
 arXiv:1506.02438. Setting: github.com/openai/random-network-distillation.
 
-Measured, one CPU core, one seed each, bf16. Breakout without its reward (the README's command), 1M
-steps: 13.7 +- 0.5 (standard error over 100 games; random play: 1.7). A short run needs a large
-`--int-coef`: the normalised bonus is about 0.01 a step, and with 1 instead of 30 play was still
-random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (suite two_cores of
-benchmark/run.py): 67 +- 8, the key in 58 of 100 games, though in no game that ended in training.
-Earlier versions, `--int-coef 1`: no key in 1.56M; in 0.3M of 16 environments, fp32, 167 cells of
-the screens, 182 without bonus. Published lengths (492M; 8,152, the recurrent policy) were not run.
+Measured on one CPU core, bf16. Breakout without its reward (the README's command), 1M steps, one
+seed: 13.7 +- 0.5 (standard error, 100 games; random play 1.7). A short run needs a large
+`--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play was still random
+after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (`two_cores` of
+benchmark/run.py): the key in 58 and 15 of 100 games (two seeds), in none without the bonus (one
+seed); these long games had not ended in training. Earlier, `--int-coef 1`: no key in 1.56M; in 0.3M
+of 16 environments, fp32, 167 cells of the screens, 182 without bonus. The paper's 492M were not
+run.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
