@@ -13,7 +13,7 @@ seed: 13.7 +- 0.5 (standard error, 100 games; random play 1.7). A short run need
 `--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play was still random
 after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (`two_cores` of
 benchmark/run.py): the key in 58 and 15 of 100 games (two seeds), in none without the bonus (one
-seed); these long games had not ended in training. Earlier, `--int-coef 1`: no key in 1.56M; in 0.3M
+seed), in none that ended in training; why: open. Earlier, `--int-coef 1`: no key in 1.56M; in 0.3M
 of 16 environments, fp32, 167 cells of the screens, 182 without bonus. Not run: the paper's 492M.
 
 Unlike most PPO, as in the authors' code:
