@@ -93,7 +93,7 @@ class Args:
     torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 products on a GPU; bf16: autocast
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
     micro_batch: int = 0  # rows at once (target's loss: all); 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
     eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
