@@ -12,9 +12,9 @@ Measured on one CPU core, bf16. Breakout without its reward (the README's comman
 seed: 13.7 +- 0.5 (standard error, 100 games; random play 1.7). A short run needs a large
 `--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play was still random
 after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (`two_cores` of
-benchmark/run.py): the key in 58 and 15 of 100 games (two seeds; trained on for 0.2M and 0.4M, in
-17 of 50 and 1 of 100), without the bonus in 0 and 0. `--int-coef 1`: no key in 1.56M; 0.3M of 16
-environments: 167 cells of the screens, 182 without bonus. Not run: the 492M.
+benchmark/run.py), two seeds: the key in 58 and 15 of 100 evaluation games (trained on for 0.2M and
+0.4M, in 17 of 50 and 1 of 100), without the bonus in 0 and 0; in 0 of the 7,444 training games that
+ended, without in 1 of 6,660. Not run: the 492M.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;

@@ -47,9 +47,9 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
     ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
     ("ppo_atari_rnd", "", "game"): [
         ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op"),
-        ("atari", RND_1, "michalnand's RND", f"{RUNNING}, 3 runs"),
+        ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
     ],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 3 runs")],
+    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 3 runs of 4, without the lowest")],
     ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
     ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
 }
