@@ -49,7 +49,7 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
         ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op"),
         ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
     ],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 3 runs, lowest of 4 left out")],
+    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 3 of 4 runs, not the worst")],
     ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
     ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
 }
