@@ -20,24 +20,24 @@ of an earlier version, whose value clip had another centre. The default setting 
 Unlike a textbook PPO, as in Sample Factory:
 - the ratio is clipped to [1 / (1 + clip), 1 + clip], and clamped to [0.05, 20] before;
 - the critic predicts normalised returns; frames are normalised too, element by element;
-- minibatches are whole trajectories in a fixed order; no gradient clipping;
-- rows that are too old are masked.
+- minibatches are whole trajectories in a fixed order; rows that are too old are masked;
+- no gradient clipping (the card's; Sample Factory's Atari setting: 0.5).
 
 Departures, effects not measured:
-- EnvPool emulates: another grey and resizing, random no-ops after a lost life too (theirs one),
-  and a step after each end that ignores its action (masked here);
+- EnvPool: another grey and resizing, random no-ops after a lost life too (theirs one),
+  FIRE for one frame (theirs 4, then action 2), and a step after each end that ignores its
+  action (masked here);
 - 32 environments for one policy (theirs 16 for each of two: run a second seed);
-- a game cut at the time limit bootstraps from its last observation (Sample Factory adds gamma V
-  only with `value_bootstrap`, which the card sets to false: the cut is an end);
+- a game cut at the time limit bootstraps from its last observation (the card: the cut is an end);
 - the learning rate falls to 0 (theirs to 0.75 of the first, for its end is counted in frames);
 - GAE's values are denormalised by the actor's statistics, only the last one by the learner's
   (theirs: all by the learner's; the last one is by the learner's weights there too);
-- frame statistics leave out the extra observation, return statistics the masked rows;
+- frame statistics leave out the extra observation, those of returns masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
-- advantages' deviation is over n rows with a floor of 1e-4 (theirs n - 1 and 1e-7);
-- V-trace may be used with normalised returns (theirs refuses) and bootstraps from the observation
-  after the last row (theirs drops the last reward);
-- groups get the random head start, not single environments; no early stop by the KL.
+- deviations are over n rows (theirs n - 1), the advantages' at least 1e-4 (theirs 1e-7);
+- GAE, not the card's V-trace, which Sample Factory refuses beside normalised returns; `--vtrace`
+  bootstraps from the observation after the last row (theirs drops the last reward);
+- groups get a random head start (the card: none); no stop when the policy's loss stands still.
 
 Left out on purpose: films (benchmark/evaluate.py), several policies (benchmark/variants/pbt.py),
 emulator states in checkpoints, recurrent networks, learning rates that adapt to the KL.
@@ -101,7 +101,7 @@ class Args:
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # up to this many no-ops at an episode's start; EnvPool needs 1 or more
+    noop_max: int = 30  # up to this many no-ops at an episode's start, one less with FIRE; from 1
     fire_reset: bool = True  # press FIRE at an episode's start
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 27_000  # agent steps after which a game is cut

@@ -1,4 +1,4 @@
-"""IMPALA on Procgen: the second learner of T. Tumiel's entry to the NeurIPS 2020 competition.
+"""IMPALA on Procgen, as T. Tumiel tried it for his entry to the NeurIPS 2020 competition.
 
     python impala_procgen.py --env-id bigfish         # 8M steps, easy, unlimited levels
     python impala_procgen.py --env-id bigfish --sync  # acts, then learns: reproducible
@@ -16,14 +16,14 @@ stays at 2.8 (one seed), where an agent that sees nothing has 2.5:
         --update-epochs 3 --replay-slots 0 --replay-proportion 0 --lr 0 1e-4 1e6 5e-4 8e6 1e-4
         --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
 
-Unlike the paper, as in the entry's code (RLlib 0.8 on TensorFlow 1): Adam, replayed batches with
-V-trace anew, frames t-3 and t as input, average pooling before a ReLU, no LSTM.
+Unlike the paper, as in the entry's code (RLlib 0.8.7 on TensorFlow 2.3, graph mode): Adam, average
+pooling before a ReLU, frames t-3 and t as input. Replay is the paper's (section 5.2.2), not his.
 
-Departures, effects not measured: losses are means over rows; the entry sums 1,600 rows, so its
-Adam's epsilon (1e-8) and its limit of the gradient (0.5; the one above) are divided by 1,600 here.
-A fragment's last row is trained too (the entry only bootstraps from it). Actors may be 2 batches
-ahead (the entry: 16). Group g first plays g rollouts of random actions. A replay slot holds a batch
-(the entry: a fragment). PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before.
+Departures, effects not measured: losses are means over rows; the entry sums a batch of 1,600, so
+its Adam's epsilon (1e-8) and limit of the gradient (0.5; the one above) are divided by 1,600 here.
+A fragment's last row is trained too (the entry only bootstraps from it). Actors take new weights at
+each step (the entry: each fragment) and may be 2 batches ahead (16 and up to 5 more). Group g first
+plays g rollouts of random actions. PyTorch's Adam adds epsilon after the bias correction.
 
 Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the
 paper's), V-trace's limits other than 1, emulator states and replay in checkpoints.

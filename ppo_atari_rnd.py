@@ -6,7 +6,7 @@
 
 A frame is novel, and pays a bonus, where a trained network fails to predict what a fixed random
 network makes of it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
-arXiv:1506.02438. Setting: github.com/openai/random-network-distillation.
+arXiv:1506.02438. Setting: the paper's table 5; github.com/openai/random-network-distillation.
 
 Measured on one CPU core, bf16. Breakout without its reward (the README's command), 1M steps, one
 seed: 13.7 +- 0.5 (standard error, 100 games; random play 1.7). A short run needs a large
@@ -24,9 +24,9 @@ Unlike most PPO, as in the authors' code:
   rollouts before, and is divided by the deviation of a running discounted sum of bonuses.
 
 Departures, effects not measured:
-- EnvPool plays one no-op at a game's start, fills the frame stack with the first frame (theirs:
-  zeros), and shows a game's last frame, with a bonus of its own, before the next game's first, in a
-  row whose intrinsic value is used but not trained;
+- EnvPool has another grey, plays one no-op at a game's start, fills the frame stack with the first
+  frame (theirs: zeros), and shows a game's last frame, with a bonus of its own, before the next
+  game's first, in a row whose intrinsic value is used but not trained;
 - a game cut at the time limit bootstraps from its last observation (theirs ends);
 - frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1});
 - PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the reset gate elsewhere.
@@ -90,7 +90,7 @@ class Args:
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 1  # up to this many no-ops at a game's start; EnvPool needs 1 or more
+    noop_max: int = 1  # up to this many no-ops at a game's start, one less with FIRE; from 1
     fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut

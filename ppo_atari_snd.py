@@ -16,11 +16,13 @@ arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
 RND's random target, says the paper, gives similar frames similar features: its bonus is soon small.
 Here the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
-(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V as in run
-cnd_21 of github.com/michalnand/reinforcement_learning; $PAPER: the settings of the paper's code.
+(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V by the
+configuration of run cnd_21 in github.com/michalnand/reinforcement_learning and his library of 2023
+(three of its four logs are older: no penalty of large features, noise on every frame); $PAPER: the
+settings of the paper's code.
 
 Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
-steps: 18.0 +- 0.7, in training 15.2; michalnand's run 18.8, random play 1.7. After 384 SGD
+steps: 18.0 +- 0.7, in training 15.2; michalnand's run 17.9, random play 1.7. After 384 SGD
 steps on Pitfall's first screen, the bonus on unseen screens over the bonus on it (untrained):
 SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0); a random target, no worse, 80 (7).
 
@@ -30,16 +32,14 @@ o_{t+1}), so it reaches the action that led there through the return only; rows 
 replacement.
 
 Departures from michalnand's and the paper's code ("theirs" is both), effects not measured:
-- EnvPool fills a new game's frame stack with its first frame; rewards are signs (the paper's code:
-  only positive ones); frame statistics are updated once a rollout, without the last observation
-  (theirs: every step);
-- a rollout's last row bootstraps from V of the next observation (theirs: from zero), a game cut at
-  the time limit from its last (theirs ends);
+- EnvPool has another grey and resizing, plays a no-op with $PAPER too, and fills a new game's frame
+  stack with its first frame; rewards are signs (the paper's: only positive ones);
+- frame statistics are updated once a rollout (theirs: every step); its last row bootstraps from V
+  of the next observation (theirs: advantage 0), a game cut by time from its last (theirs ends);
 - a game's last frame is learned too, from the row whose action is ignored; consecutive frames are
   never of two games; a random pair that is one frame counts as near;
 - the critic's features are rectified (not in the paper's code).
-SND-STD asks which frame of the batch comes next, as the paper's code does (ST-DIM: which one came
-before). The sources do not say how the size of masked tiles is drawn: here, one a batch.
+SND-STD asks which frame comes next, as the paper's code does (ST-DIM: which one came before).
 
 Left out on purpose: films (benchmark/evaluate.py), emulator states in checkpoints; in
 benchmark/variants: the paper's Procgen games, michalnand's older network and augmentation for
@@ -101,7 +101,7 @@ class Args:
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # up to this many no-ops at a game's start; EnvPool needs 1 or more
+    noop_max: int = 30  # up to this many no-ops at a game's start, one less with FIRE; from 1
     fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut

@@ -1,4 +1,4 @@
-"""PPO on Procgen: T. Tumiel's entry to the NeurIPS 2020 Procgen competition (8th place).
+"""PPO on Procgen: T. Tumiel's entry to the NeurIPS 2020 Procgen competition (4th and 9th place).
 
     python ppo_procgen.py --env-id bigfish                   # 8M steps, easy, unlimited levels
     python ppo_procgen.py --env-id coinrun --num-levels 200  # generalisation to other levels
@@ -12,15 +12,15 @@ seed each: starpilot 12.1, fruitbot 2.7, jumper 5.8 (bf16). In OpenAI's setting 
 seeds: starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5. OpenAI's three: 8.1 +- 0.2, 10.4 +- 1.0, jumper
 6.2 +- 0.1. The default's 8M steps were not run; the entry had 26.3 on bigfish.
 
-Unlike a textbook PPO, as in the entry (RLlib 0.8 on TensorFlow 1):
+Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mode):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
 - advantages are standardised once per rollout, not once per minibatch;
 - a rollout is cut into minibatches once, and only their order is drawn anew in each epoch;
 - no gradient clipping, a piecewise linear learning rate, frames t-3 and t as input.
 
-Departure: PyTorch's Adam adds epsilon after the bias correction, TensorFlow's before it (effect not
-measured). Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants),
-emulator states in checkpoints (a resumed run starts new games).
+Departures, effects not measured: PyTorch's Adam adds epsilon after the bias correction, that of
+TensorFlow before it; the entry's first update has a rate of 5e-5. Left out on purpose: films
+(benchmark/evaluate.py), augmentation (benchmark/variants), emulator states in checkpoints.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
 CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
-# step, rate, step, rate, ...: the entry's, tuned by hand
+# step, rate, step, rate, ...: the entry's
 LR = (0, 1e-4, 5e5, 8e-4, 1e6, 1e-4, 2e6, 5e-4, 3e6, 5e-5, 4e6, 2e-4, 8e6, 3e-5)
 
 

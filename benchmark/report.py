@@ -9,8 +9,8 @@ Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark
 in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. A cell of the
 matrix that was not run is a gap, shown beside its published number (of the large suites only what has a result is
 shown); a failed one shows its error. Published training returns are compared with ours in training, evaluations with
-ours: of OpenAI's runs reference/procgen.csv has the mean over the last tenth of the steps, as we give it, and the one
-around a step for the picture; "stderr" is the standard error over their runs.
+ours: of OpenAI's and michalnand's runs reference/*.csv have the mean over the last tenth of the steps, as we give it,
+and the one at a step for the picture; "stderr" is the standard error over their runs.
 """
 
 import argparse
@@ -40,7 +40,7 @@ RUNNING = f"{TRAINING}, running mean of one environment"
 PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
     ("ppo_procgen", "", "test"): [
         ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
-        ("procgen", "competition_8th_place_PPO_wide", "the competition entry", "one run, evaluation"),
+        ("procgen", "competition_entry_PPO_wide", "the competition entry", "one run, evaluation"),
     ],
     ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
     ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
@@ -49,7 +49,7 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
         ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op"),
         ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
     ],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 3 of 4 runs, not the worst")],
+    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],
     ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
     ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
 }

@@ -1,4 +1,4 @@
-"""SND-V as in michalnand's older "cnd" runs on Breakout: another network, pixelated pairs.
+"""SND-V as in michalnand's older "snd" run on Breakout: another network, pixelated pairs.
 
     python benchmark/variants/snd_breakout.py --env-id Breakout --ext-coef 0 --eta 0.256 \\
         --num-envs 32 --minibatch-size 128 --fire-reset  # the bonus only, no reward
