@@ -955,10 +955,11 @@ class Logger:
 
 
 def stop(number, frame):
-    """The first signal stops the run; a second one must not cut short what saves it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    """The first signal stops the run; none cuts short the saving of a run that stops or failed."""
+    if sys.exception() is None:  # nothing is being handled
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
 
 def main(argv=None) -> int:

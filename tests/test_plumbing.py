@@ -245,6 +245,19 @@ def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capf
     assert load(script.folder)["step"] == 0 and "saved at step 0" in capfd.readouterr().err
 
 
+def test_a_signal_does_not_cut_the_saving_of_a_failed_run_short(script, monkeypatch, capfd):
+    """torchrun sends SIGTERM to a rank that is just saving because it has lost another one."""
+
+    def fail(*_):
+        raise RuntimeError("a lost rank")
+
+    spy_on(monkeypatch, script.module, "sample", fail)
+    spy_on(monkeypatch, torch, "save", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(RuntimeError, match="a lost rank"):
+        script.main("--total-timesteps", ITERATION, "--run-name", "a")
+    assert load(script.folder)["step"] == 0 and "saved at step 0" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["ppo_procgen", "ppo_atari_rnd", "impala_procgen", "appo_atari"])
 def test_command_line_alone_in_an_empty_folder(name, tmp_path):
     """The file copied to an empty folder runs, and stops on a signal with 130 and a checkpoint to resume from."""

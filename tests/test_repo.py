@@ -14,11 +14,11 @@ import tyro
 from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (785, 37.3),
-    "impala_procgen": (862, 41.6),
-    "ppo_atari_rnd": (913, 45.6),
-    "ppo_atari_snd": (995, 49.4),
-    "appo_atari": (986, 48.9),
+    "ppo_procgen": (786, 37.4),
+    "impala_procgen": (863, 41.7),
+    "ppo_atari_rnd": (914, 45.7),
+    "ppo_atari_snd": (996, 49.5),
+    "appo_atari": (987, 49.0),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five scripts of this project ---\n"
