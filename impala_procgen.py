@@ -17,12 +17,12 @@ stays at 2.8 (one seed), where an agent that sees nothing has 2.5:
         --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
 
 Unlike the paper, as in the entry's code (RLlib 0.8.7 on TensorFlow 2.3, graph mode): Adam, average
-pooling before a ReLU, frames t-3 and t as input. Replay is the paper's (section 5.2.2), not his.
+pooling before a ReLU, frames t-3 and t as input. The replay is the paper's (section 5.2.2).
 
 Departures, effects not measured: losses are means over rows; the entry sums a batch of 1,600, so
 its Adam's epsilon (1e-8) and limit of the gradient (0.5; the one above) are divided by 1,600 here.
 A fragment's last row is trained too (the entry only bootstraps from it). Actors take new weights at
-each step (the entry: each fragment) and may be 2 batches ahead (16 and up to 5 more). Group g first
+each step (the entry: each fragment) and may be 2 batches ahead (the entry: 21). Group g first
 plays g rollouts of random actions. PyTorch's Adam adds epsilon after the bias correction.
 
 Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the

@@ -1,4 +1,4 @@
-"""PPO on Procgen: T. Tumiel's entry to the NeurIPS 2020 Procgen competition (4th and 9th place).
+"""PPO on Procgen: T. Tumiel's entry to the NeurIPS 2020 Procgen competition.
 
     python ppo_procgen.py --env-id bigfish                   # 8M steps, easy, unlimited levels
     python ppo_procgen.py --env-id coinrun --num-levels 200  # generalisation to other levels
