@@ -88,20 +88,20 @@ class Args:
     seed: int = 1  # equal --sync runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to continue; its flags apply unless given here
+    resume: str = ""  # run folder to go on in; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
     env_threads: int = 0  # threads that step a group's environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # up to this many no-ops at an episode's start, one less with FIRE; from 1
+    noop_max: int = 30  # 1 to this many no-ops at an episode's start, one less with FIRE
     fire_reset: bool = True  # press FIRE at an episode's start
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 27_000  # agent steps after which a game is cut
@@ -152,6 +152,8 @@ def check(args: Args):
         raise UsageError(f"--num-minibatches {args.num_minibatches}: not {rule}")
     if args.total_timesteps < num_rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {num_rows * WORLD}")
+    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
+        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -181,7 +183,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any game
+        self.rooms_ever = np.zeros(256, bool)  # seen in any game; for the scripts with a bonus
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
@@ -215,8 +217,8 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = ", ".join(difflib.get_close_matches(game, games, 3, 0.4) or sorted(games))
         raise UsageError(f"--env-id {game}: no Atari game of EnvPool; did you mean {close}?")
-    if args.noop_max < 1:
-        raise UsageError(f"--noop-max {args.noop_max}: at least 1, EnvPool crashes without")
+    if min(args.noop_max, args.stack) < 1:
+        raise UsageError("--noop-max, --stack: at least 1, EnvPool crashes without")
     # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share games.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
@@ -377,7 +379,7 @@ def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_RANGE)
     reward, terminated, done = minibatch["reward"], minibatch["terminated"], minibatch["done"]
     vs, rho_advantage = vtrace(reward, value, terminated, done, rho, gamma)
-    # Though ppo_terms multiplies by the ratio once more: so does Sample Factory.
+    # ppo_terms multiplies by the ratio once more, as Sample Factory does.
     return {"target": vs, "advantage": rho_advantage}
 
 
@@ -441,8 +443,8 @@ class Group:
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
-        # Random steps first, so that the groups' games differ in age. Their rewards do not count:
-        # of the games that are then under way only the rest is reported.
+        # Random steps first, so that the groups' games differ in age. They do not count: a game
+        # that is then under way is reported from there on.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -456,9 +458,9 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. Those of the dataset that the learner waits for and of `ahead` more are under
-    way, the other groups rest: so a row that arrives was played at most `ahead` datasets' SGD steps
-    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
+    make a dataset. At most the dataset that the learner waits for and `ahead` more are begun; a
+    group with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD
+    steps ago, and ages further while it is trained on. With `ahead` = 0 nobody acts meanwhile.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -553,7 +555,7 @@ def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
 
 
 def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
 
     envs: a list of args.num_groups VectorEnvs of equal size with next-step autoreset, uint8
     (C, H, W) observations, discrete actions. They are not seeded, evaluated or closed. None =
@@ -576,12 +578,14 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
     else:
         args = replace(args, env_id=type(envs[0].unwrapped).__name__)
-        envs = [RecordEpisodeStatistics(group) for group in envs]
-    sizes = [group.num_envs for group in envs]
-    modes = {group.metadata.get("autoreset_mode") for group in envs}
+        envs = [RecordEpisodeStatistics(vector) for vector in envs]
+    sizes = [vector.num_envs for vector in envs]
+    modes = {vector.metadata.get("autoreset_mode") for vector in envs}
     if sizes != [N] * args.num_groups or modes != {AutoresetMode.NEXT_STEP}:
         needed = f"{args.num_groups} groups of {N} environments, next-step autoreset"
         raise UsageError(f"--num-envs, --num-groups: need {needed}; not {sizes}, {modes}")
+    if envs[0].single_observation_space.dtype != np.uint8:
+        raise UsageError("observations: must be uint8 (C, H, W)")
     obs_shape = envs[0].single_observation_space.shape
     num_actions = envs[0].single_action_space.n
 
@@ -649,7 +653,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.lap("queue_wait")
 
             # Targets, in rewards
-            # logp is by older statistics: even the first ratio is not 1, as in Sample Factory.
+            # The frame statistics are new: even the first ratio is not 1, as in Sample Factory.
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             _, last_value = predict(batch["obs"][T:])
             values = torch.cat([batch.pop("value_in_rewards"), last_value]).cpu()
@@ -682,9 +686,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                         vtrace_targets.append(minibatch["target"])
                     minibatch["obs"] = minibatch["obs"][:T]
                     minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
-                    mask = minibatch["valid"]
-                    num_valid = sum_over_ranks(mask.sum()).clamp(min=1)
-                    advantage = standardize(minibatch["advantage"], mask, num_valid)
+                    num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
+                    advantage = standardize(minibatch["advantage"], minibatch["valid"], num_valid)
                     minibatch["advantage"] = advantage
                     minibatch["target"] = agent.returns.normalize(minibatch["target"])
                     optimizer.zero_grad()
@@ -712,7 +715,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 if args.vtrace and epoch == 0:
                     agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
             num_updates = args.update_epochs * args.num_minibatches
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             logger.lap("learn", batch_size)
@@ -757,8 +760,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed. What a half-done
-        # iteration has learned is kept, its steps do not count.
+    except BaseException:  # Ctrl-C, SIGTERM or a failure
+        # What a half-done iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -784,7 +787,6 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
     returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
-    envs.close()
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
@@ -793,7 +795,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 
 @torch.no_grad()
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
+    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
 
     A fixed number per environment: counting the first to finish would favour short games.
     """
@@ -861,7 +863,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
     return saved
 
 
@@ -877,12 +879,12 @@ class Logger:
         self.table = None
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
-        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        if RANK == 0 and self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        if self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         self.folder.mkdir(parents=True, exist_ok=True)
         git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
         cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
@@ -903,6 +905,7 @@ class Logger:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
+            print(end="", file=stream, flush=True)  # a log file has it at once
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -927,9 +930,9 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; drop rows after the checkpoint
+        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
             path = self.folder / "metrics.csv"
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
@@ -955,8 +958,8 @@ class Logger:
 
 
 def stop(number, frame):
-    """The first signal stops the run; none cuts short the saving of a run that stops or failed."""
-    if sys.exception() is None:  # nothing is being handled
+    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
+    if sys.exception() is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt

@@ -10,8 +10,8 @@ while the learner trains on what is complete (--compile and --precision change t
 
 Measured on starpilot, all levels, with `--channels 16 32 32 --precision bf16 --sync`: mean training
 return from 0.9M to 1M steps 6.3 and 5.7 (two seeds). OpenAI's PPO has 8.1, ppo_procgen.py 12.1. The
-defaults are ours, chosen for that. The entry's setting, without replay, in fp32 and asynchronous,
-stays at 2.8 (one seed), where an agent that sees nothing has 2.5:
+defaults are ours, chosen on this game. The entry's, without replay, in fp32 and asynchronous,
+stay at 2.8 (one seed), where an agent that sees nothing has 2.5:
     python impala_procgen.py --num-envs 16 --num-groups 2 --num-steps 200 --minibatch-size 1600
         --update-epochs 3 --replay-slots 0 --replay-proportion 0 --lr 0 1e-4 1e6 5e-4 8e6 1e-4
         --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
@@ -76,15 +76,15 @@ class Args:
     seed: int = 1  # equal --sync runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to continue; its flags apply unless given here
+    resume: str = ""  # run folder to go on in; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
     env_threads: int = 0  # threads that step a group's environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
     micro_batch: int = 0  # rows computed at once, in whole fragments; 0 = 64 on a CPU, else all
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -95,7 +95,7 @@ class Args:
     num_envs: int = 128  # parallel environments, of each process under torchrun
     num_groups: int = 4  # groups of them, each stepped by a thread of its own
     # optimisation
-    num_steps: int = 64  # length of a fragment, the rollout of one environment
+    num_steps: int = 64  # length of a group's rollout; a fragment is one environment's part
     minibatch_size: int = 2048  # rows of a batch, whole rollouts; a pass over it is one SGD step
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
@@ -139,6 +139,8 @@ def check(args: Args):
     batch_size = args.minibatch_size * WORLD
     if args.total_timesteps < batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {batch_size}")
+    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
+        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -195,6 +197,8 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
+    if args.env_id not in GAMES:  # as after training on an environment of one's own
+        raise UsageError(f"--env-id {args.env_id}: not one of {', '.join(GAMES)}")
     envs = ProcgenEnvs(
         STACKS[args.stack],
         num_envs,
@@ -347,8 +351,8 @@ class Group:
         self.envs = envs
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.obs, _ = envs.reset()
-        # Random steps first, so that the groups' games differ in age. Their rewards do not count:
-        # of the games that are then under way only the rest is reported.
+        # Random steps first, so that the groups' games differ in age. They do not count: a game
+        # that is then under way is reported from there on.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -361,9 +365,9 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. Those of the dataset that the learner waits for and of `ahead` more are under
-    way, the other groups rest: so a row that arrives was played at most `ahead` datasets' SGD steps
-    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
+    make a dataset. At most the dataset that the learner waits for and `ahead` more are begun; a
+    group with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD
+    steps ago, and ages further while it is trained on. With `ahead` = 0 nobody acts meanwhile.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -449,7 +453,7 @@ def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
 
 
 def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
 
     envs: a list of args.num_groups VectorEnvs of equal size with same-step autoreset, uint8
     (C, H, W) observations, discrete actions. They are not seeded, evaluated or closed; their
@@ -471,12 +475,14 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
     else:
         args = replace(args, env_id=type(envs[0].unwrapped).__name__)
-        envs = [RecordEpisodeStatistics(group) for group in envs]
-    sizes = [group.num_envs for group in envs]
-    modes = {group.metadata.get("autoreset_mode") for group in envs}
+        envs = [RecordEpisodeStatistics(vector) for vector in envs]
+    sizes = [vector.num_envs for vector in envs]
+    modes = {vector.metadata.get("autoreset_mode") for vector in envs}
     if sizes != [N] * args.num_groups or modes != {AutoresetMode.SAME_STEP}:
         needed = f"{args.num_groups} groups of {N} environments, same-step autoreset"
         raise UsageError(f"--num-envs {args.num_envs}: needs {needed}; not {sizes}, {modes}")
+    if envs[0].single_observation_space.dtype != np.uint8:
+        raise UsageError("observations: must be uint8 (C, H, W)")
     obs_shape = envs[0].single_observation_space.shape
     num_actions = envs[0].single_action_space.n
 
@@ -502,7 +508,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     recent = deque(maxlen=100)  # returns of the last games
 
     def forward(obs):
-        """(T + 1, N, C, H, W) -> logits (T + 1, N, A), value (T + 1, N)."""
+        """(T + 1, F, C, H, W), F fragments -> logits (T + 1, F, A), value (T + 1, F)."""
         with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits, value = network(obs.flatten(0, 1))
         return logits.unflatten(0, obs.shape[:2]), value.view(obs.shape[:2])
@@ -539,7 +545,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             # Replay: the newest batch may be drawn as well
             ring.append(new_batch)
             num_replayed = int(args.replay_proportion)
-            num_replayed += replay_rng.random() < args.replay_proportion % 1
+            num_replayed += replay_rng.random() < args.replay_proportion % 1  # a chance of one more
             replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
 
             # Update: the new batch, then the replayed ones, each in several passes
@@ -580,7 +586,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 agent.version += 1
                 actors.publish(agent)
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
@@ -628,8 +634,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or an actor failed. What a half-done
-        # iteration has learned is kept, its steps do not count.
+    except BaseException:  # Ctrl-C, SIGTERM or a failure
+        # What a half-done iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -669,7 +675,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 
 @torch.no_grad()
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
+    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
 
     A fixed number per environment: counting the first to finish would favour short games.
     """
@@ -737,7 +743,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
     return saved
 
 
@@ -753,12 +759,12 @@ class Logger:
         self.table = None
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
-        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        if RANK == 0 and self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        if self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         self.folder.mkdir(parents=True, exist_ok=True)
         git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
         cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
@@ -779,6 +785,7 @@ class Logger:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
+            print(end="", file=stream, flush=True)  # a log file has it at once
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -803,9 +810,9 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; drop rows after the checkpoint
+        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
             path = self.folder / "metrics.csv"
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
@@ -831,8 +838,8 @@ class Logger:
 
 
 def stop(number, frame):
-    """The first signal stops the run; none cuts short the saving of a run that stops or failed."""
-    if sys.exception() is None:  # nothing is being handled
+    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
+    if sys.exception() is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt

@@ -12,9 +12,9 @@ Measured on one CPU core, bf16. Breakout without its reward (the README's comman
 seed: 13.7 +- 0.5 (standard error, 100 games; random play 1.7). A short run needs a large
 `--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play was still random
 after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments (`two_cores` of
-benchmark/run.py), two seeds: the key in 58 and 15 of 100 evaluation games (trained on for 0.2M and
-0.4M, in 17 of 50 and 1 of 100), without the bonus in 0 and 0; in 0 of the 7,444 training games that
-ended, without in 1 of 6,660. Not run: the 492M.
+benchmark/run.py), two seeds, games with the key: 58 and 15 of 100 in evaluation, 0 of the 7,444
+that ended in training; without the bonus 0, 0, and 1 of 6,660. Trained on for 0.2M and 0.4M steps:
+17 of 50 and 1 of 100 in evaluation. Not run: the 492M.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -25,8 +25,8 @@ Unlike most PPO, as in the authors' code:
 
 Departures, effects not measured:
 - EnvPool has another grey, plays one no-op at a game's start, fills the frame stack with the first
-  frame (theirs: zeros), and shows a game's last frame, with a bonus of its own, before the next
-  game's first, in a row whose intrinsic value is used but not trained;
+  frame (theirs: zeros), and shows a game's last frame before the next game's first: one row more,
+  with a bonus, whose intrinsic value is used in the returns but not trained;
 - a game cut at the time limit bootstraps from its last observation (theirs ends);
 - frame statistics take in o_1 to o_T of a rollout (theirs o_0 to o_{T-1});
 - PyTorch's Adam adds epsilon after the bias correction; its GRU cell has the reset gate elsewhere.
@@ -77,20 +77,20 @@ class Args:
     seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to continue; its flags apply unless given here
+    resume: str = ""  # run folder to go on in; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 1  # up to this many no-ops at a game's start, one less with FIRE; from 1
+    noop_max: int = 1  # 1 to this many no-ops at an episode's start, one less with FIRE
     fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
@@ -114,8 +114,8 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
     int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
-    bonus_after: int = 0  # steps without a bonus; their large errors stay out of its divisor
-    predictor_share: float = 0  # share of rows that train the predictor; 0 = min(1, 32 / num_envs)
+    bonus_after: int = 0  # steps without a bonus; errors, large at first, stay out of its divisor
+    predictor_share: float = 0  # share of rows that train the predictor; 0 = min(1, 32 / all envs)
     warmup_steps: int = 6400  # random steps per environment that start the frame statistics
     # network
     memory: Literal["none", "gru"] = "none"  # the paper's CNN or recurrent policy
@@ -135,6 +135,8 @@ def check(args: Args):
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be {rule}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
+    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
+        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     if args.memory == "gru" and args.compile:
@@ -166,7 +168,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any game
+        self.rooms_ever = np.zeros(256, bool)  # seen in any game; for the scripts with a bonus
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
@@ -200,8 +202,8 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = ", ".join(difflib.get_close_matches(game, games, 3, 0.4) or sorted(games))
         raise UsageError(f"--env-id {game}: no Atari game of EnvPool; did you mean {close}?")
-    if args.noop_max < 1:
-        raise UsageError(f"--noop-max {args.noop_max}: at least 1, EnvPool crashes without")
+    if min(args.noop_max, args.stack) < 1:
+        raise UsageError("--noop-max, --stack: at least 1, EnvPool crashes without")
     # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share games.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
@@ -239,7 +241,7 @@ def layer(module, gain: float = 2**0.5):
 
 
 def convolutions(channels: int, last_kernel: int, activation) -> nn.Sequential:
-    """Three, in the policy and in the random networks."""
+    """Three, in the policy, the target and the predictor."""
     return nn.Sequential(
         layer(nn.Conv2d(channels, 32, 8, stride=4)),
         activation,
@@ -334,7 +336,7 @@ class RND(nn.Module):
         super().__init__()
         self.frames = RunningMoments(frame_shape)
         self.returns = RunningMoments()
-        self.discounted = 0.0  # (N,), not saved: begins anew in a resumed run
+        self.discounted = 0.0  # (N,) once updated; not saved: begins anew in a resumed run
         self.target = convolutions(1, 3, nn.LeakyReLU(0.2))
         self.predictor = convolutions(1, 3, nn.LeakyReLU(0.2))
         width = self.target(torch.zeros(1, *frame_shape)).shape[1]
@@ -437,7 +439,7 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
 
 
 def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
 
     envs: a VectorEnv with next-step autoreset, uint8 (C, H, W) observations, newest frame last,
     discrete actions. It is not seeded, evaluated or closed. None = EnvPool's Atari as args say.
@@ -460,6 +462,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         envs = RecordEpisodeStatistics(envs)
     if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"--num-envs {N}: needs {N} environments, next-step autoreset; not {envs}")
+    if envs.single_observation_space.dtype != np.uint8:
+        raise UsageError("observations: must be uint8 (C, H, W)")
     obs_shape = envs.single_observation_space.shape
     num_actions = envs.single_action_space.n
     if len(obs_shape) != 3 or min(obs_shape[1:]) < 44:
@@ -508,7 +512,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # r_{t+1}, terminated_{t+1}, done_{t+1} and "frame", the newest one of obs_{t+1}.
     # The row after an end is no transition: obs_t is the old game's last, a_t is ignored, frame is
     # the new game's first. valid_t = 0 masks its policy and value loss. The predictor learns its
-    # frame as any other: it would stay novel, and pay for dying.
+    # frame as any other: unlearned, it would stay novel and pay for dying.
     rollout = {
         "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
         "memory": torch.zeros(T, N, agent.memory_size, device=device),  # only row 0 is used
@@ -608,7 +612,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     last = first + args.minibatch_size
                     minibatch = {name: column[first:last] for name, column in batch.items()}
                     num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
-                    drawn = torch.rand(args.minibatch_size) < predictor_share  # rows, on the CPU
+                    drawn = torch.rand(args.minibatch_size) < predictor_share  # on the CPU
                     num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1).item()
                     optimizer.zero_grad()
                     for start in range(0, args.minibatch_size, micro_batch):
@@ -620,9 +624,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                         mask = rows["valid"]
                         # This piece's shares of the minibatch's means; backward adds gradients up.
                         shares = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
-                        learned = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
+                        index = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
                         with autocast:
-                            errors = rnd.error(rows["frame"][learned], rows["feature"][learned])
+                            errors = rnd.error(rows["frame"][index], rows["feature"][index])
                         shares["predictor"] = errors.sum() / num_drawn
                         loss = shares["policy"] + args.vf_coef * shares["value"]
                         loss += shares["predictor"] - ent_coef * shares["entropy"]
@@ -636,7 +640,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                     optimizer.step()
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
             num_updates = args.update_epochs * T * N // args.minibatch_size
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             logger.lap("learn")
@@ -681,8 +685,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed. What a half-done
-        # iteration has learned is kept, its steps do not count.
+    except BaseException:  # Ctrl-C, SIGTERM or a failure
+        # What a half-done iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -707,7 +711,6 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
     returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
-    envs.close()
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
@@ -716,7 +719,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 
 @torch.no_grad()
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
+    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
 
     A fixed number per environment: counting the first to finish would favour short games.
     """
@@ -788,7 +791,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
     return saved
 
 
@@ -804,12 +807,12 @@ class Logger:
         self.table = None
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
-        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        if RANK == 0 and self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        if self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         self.folder.mkdir(parents=True, exist_ok=True)
         git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
         cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
@@ -830,6 +833,7 @@ class Logger:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
+            print(end="", file=stream, flush=True)  # a log file has it at once
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -854,9 +858,9 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; drop rows after the checkpoint
+        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
             path = self.folder / "metrics.csv"
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
@@ -882,8 +886,8 @@ class Logger:
 
 
 def stop(number, frame):
-    """The first signal stops the run; none cuts short the saving of a run that stops or failed."""
-    if sys.exception() is None:  # nothing is being handled
+    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
+    if sys.exception() is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt

@@ -16,14 +16,14 @@ arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
 RND's random target, says the paper, gives similar frames similar features: its bonus is soon small.
 Here the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
-(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults are SND-V by the
-configuration of run cnd_21 in github.com/michalnand/reinforcement_learning and his library of 2023
-(three of its four logs are older: no penalty of large features, noise on every frame); $PAPER: the
-settings of the paper's code.
+(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults: SND-V as in run
+cnd_21 of github.com/michalnand/reinforcement_learning, by his library of 2023 (three of the run's
+four logs are of an older one, without a penalty of large features, with noise on every frame).
+$PAPER: the settings of the paper's code.
 
 Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
-steps: 18.0 +- 0.7, in training 15.2; michalnand's run 17.9, random play 1.7. After 384 SGD
-steps on Pitfall's first screen, the bonus on unseen screens over the bonus on it (untrained):
+steps: in training 15.2 (michalnand's run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). The bonus
+on unseen screens of Pitfall over that on its first, after 384 SGD steps on the first (and before):
 SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0); a random target, no worse, 80 (7).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
@@ -88,20 +88,20 @@ class Args:
     seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to continue; its flags apply unless given here
+    resume: str = ""  # run folder to go on in; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
     micro_batch: int = 0  # rows at once (target's loss: all); 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # up to this many no-ops at a game's start, one less with FIRE; from 1
+    noop_max: int = 30  # 1 to this many no-ops at an episode's start, one less with FIRE
     fire_reset: bool = False  # press FIRE at a game's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
@@ -134,7 +134,7 @@ class Args:
     snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
     """target and predictor learn after the policy, in its minibatches or in one ordered pass"""
-    predictor_share: float = 0  # a squared error's chance to count; 0 = min(1, 32 / num_envs)
+    predictor_share: float = 0  # a squared error's chance to count; 0 = min(1, 32 / all envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
     # network
@@ -152,9 +152,11 @@ def check(args: Args):
     if min(args.seed, args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
         raise UsageError("--seed, --warmup-steps, --micro-batch, --eval-episodes: at least 0")
     if args.minibatch_size < 2 or rows % args.minibatch_size:
-        raise UsageError(f"--minibatch-size {args.minibatch_size}: must be a divisor of {rows}")
+        raise UsageError(f"--minibatch-size {args.minibatch_size}: a divisor of {rows} from 2 on")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
+    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
+        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -184,7 +186,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any game
+        self.rooms_ever = np.zeros(256, bool)  # seen in any game; for the scripts with a bonus
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
@@ -218,8 +220,8 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = ", ".join(difflib.get_close_matches(game, games, 3, 0.4) or sorted(games))
         raise UsageError(f"--env-id {game}: no Atari game of EnvPool; did you mean {close}?")
-    if args.noop_max < 1:
-        raise UsageError(f"--noop-max {args.noop_max}: at least 1, EnvPool crashes without")
+    if min(args.noop_max, args.stack) < 1:
+        raise UsageError("--noop-max, --stack: at least 1, EnvPool crashes without")
     # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share games.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
@@ -446,7 +448,7 @@ def chance(share: float, like, height: int = 1, width: int = 1):
 
 
 def hide_tiles(x):
-    """(B, 1, S, S): at even odds each, a frame loses a tenth of its tiles, gets noise of +-0.2."""
+    """(B, 1, S, S): half the frames lose a tenth of their tiles; half, drawn anew, get noise."""
     size = x.shape[-1]
     tile = [1, 2, 4, 8, 12, 16][torch.randint(6, ()).item()]
     tiles = math.ceil(size / tile)
@@ -500,7 +502,7 @@ def infonce(patches, whole, local, features):
 
 
 def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
 
     envs: a VectorEnv with next-step autoreset, uint8 (C, S, S) observations, newest frame last,
     discrete actions. It is not seeded, evaluated or closed. None = EnvPool's Atari as args say.
@@ -523,6 +525,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         envs = RecordEpisodeStatistics(envs)
     if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
         raise UsageError(f"--num-envs {N}: needs {N} environments, next-step autoreset; not {envs}")
+    if envs.single_observation_space.dtype != np.uint8:
+        raise UsageError("observations: must be uint8 (C, H, W)")
     obs_shape = envs.single_observation_space.shape
     num_actions = envs.single_action_space.n
     if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 4:
@@ -565,12 +569,12 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         }
         logger.save(name, state)
 
-    # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1}, done_{t+1},
-    # valid_t). The row after an end is no transition, its action is ignored: it is not valid, which
-    # masks policy and value loss. Its frame, a game's last, trains the predictor.
+    # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), valid_t, r_{t+1}, terminated_{t+1},
+    # done_{t+1}). The row after an end is no transition, its action is ignored: it is not valid,
+    # which masks policy and value loss. Its frame, a game's last, trains the predictor.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
-    # The newest frames: a view, which fills with observations. Frame i + N follows frame i.
-    frames = observations[:, :, -1:].view(-1, 1, *obs_shape[1:])
+    # The newest frames of all rows, a view of observations. Frame i + N follows frame i.
+    newest = observations[:, :, -1:].view(-1, 1, *obs_shape[1:])
     rollout = {
         "obs": observations[:T],
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
@@ -625,15 +629,15 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             logger.lap("policy")
 
             # Bonus of o_t, under the frame statistics so far; then this rollout enters them
-            pieces = frames[: T * N].split(micro_batch)
+            pieces = newest[: T * N].split(micro_batch)
             with torch.no_grad(), autocast:
                 raw_bonus = torch.cat([snd.errors(piece).mean(1) for piece in pieces])
             raw_bonus = raw_bonus.view(T, N).cpu()
             bonus = (args.eta * raw_bonus).clamp(max=args.int_clip or np.inf)
-            snd.frames.update(frames[: T * N])
+            snd.frames.update(newest[: T * N])
             logger.lap("bonus")
 
-            # Targets; the bonus of row t is o_t's, which the action before it has earned
+            # Targets; the bonus of row t is for o_t, to which the action of row t - 1 led
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             ends = (terminations, dones)
@@ -689,9 +693,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # skips it, as it skipped these two above.
             if args.motivation_passes == "one":
                 minibatches = torch.arange(T * N).split(args.minibatch_size)
-            sums = defaultdict(float)
+            snd_sums = defaultdict(float)
             for index in minibatches:
-                minibatch = frames[index.to(device, non_blocking=True)]
+                minibatch = newest[index.to(device, non_blocking=True)]
                 drawn = torch.rand(len(index), args.snd_features, device=device) < predictor_share
                 num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1)  # single features, not rows
                 optimizer.zero_grad()
@@ -703,7 +707,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     if not args.predictor_sum:
                         loss = loss / num_drawn
                     loss.backward()
-                    sums["predictor"] += loss.detach()
+                    snd_sums["predictor"] += loss.detach()
                 if args.target == "v":  # pairs: one frame twice or two, at even odds
                     first, other = torch.randint(T * N, (2, args.pairs), device=device)
                     same = torch.rand(args.pairs, device=device) < 0.5
@@ -713,18 +717,18 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     first = kept.to(device, non_blocking=True)
                     second = first + N
                 with autocast:
-                    loss = snd.target_loss(frames[first], frames[second], first != second)
+                    loss = snd.target_loss(newest[first], newest[second], first != second)
                 loss = loss / WORLD
                 loss.backward()
-                sums["target"] += loss.detach()
+                snd_sums["target"] += loss.detach()
                 for parameter in snd.parameters():
                     parameter.grad = sum_over_ranks(parameter.grad)
                 optimizer.step()
-            means |= {name: sum_over_ranks(x) / len(minibatches) for name, x in sums.items()}
+            means |= {name: sum_over_ranks(x) / len(minibatches) for name, x in snd_sums.items()}
             means = {name: mean.item() for name, mean in means.items()}
             logger.lap("learn")
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             next_step = step + batch_size
@@ -767,8 +771,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed. What a half-done
-        # iteration has learned is kept, its steps do not count.
+    except BaseException:  # Ctrl-C, SIGTERM or a failure
+        # What a half-done iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -793,7 +797,6 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
     returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
-    envs.close()
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
@@ -802,7 +805,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 
 @torch.no_grad()
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
+    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
 
     A fixed number per environment: counting the first to finish would favour short games.
     """
@@ -870,7 +873,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
     return saved
 
 
@@ -886,12 +889,12 @@ class Logger:
         self.table = None
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
-        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        if RANK == 0 and self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        if self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         self.folder.mkdir(parents=True, exist_ok=True)
         git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
         cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
@@ -912,6 +915,7 @@ class Logger:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
+            print(end="", file=stream, flush=True)  # a log file has it at once
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -936,9 +940,9 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; drop rows after the checkpoint
+        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
             path = self.folder / "metrics.csv"
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
@@ -964,8 +968,8 @@ class Logger:
 
 
 def stop(number, frame):
-    """The first signal stops the run; none cuts short the saving of a run that stops or failed."""
-    if sys.exception() is None:  # nothing is being handled
+    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
+    if sys.exception() is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt

@@ -68,15 +68,15 @@ class Args:
     seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to continue; its flags apply unless given here
+    resume: str = ""  # run folder to go on in; its flags apply unless given here
     device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = all cores without a GPU, 1 with one
+    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
     env_threads: int = 0  # threads that step the environments; 0 = the core count
     compile: bool = False  # torch.compile the network; off until measured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
     micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation, of which one is at the end; 0 = none
+    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
     eval_every: int = 0  # agent steps between evaluations in training; 0 = none
     quiet: bool = False  # only results, no progress
     # environment
@@ -85,7 +85,7 @@ class Args:
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 48  # parallel environments, of each process under torchrun
-    norm_reward: float = 0  # a discount: divide rewards by its returns' deviation; 0 = do not
+    norm_reward: float = 0  # divide rewards by the deviation of returns of this discount; 0 = no
     # optimisation
     num_steps: int = 200  # rollout length per environment
     minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
@@ -124,6 +124,8 @@ def check(args: Args):
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be from 2 to {rows}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
+    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
+        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -180,6 +182,8 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
+    if args.env_id not in GAMES:  # as after training on an environment of one's own
+        raise UsageError(f"--env-id {args.env_id}: not one of {', '.join(GAMES)}")
     envs = ProcgenEnvs(
         STACKS[args.stack],
         num_envs,
@@ -361,7 +365,7 @@ class RewardNormalizer:
 
 
 def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (as eval.json).
+    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
 
     envs: a VectorEnv with same-step autoreset, uint8 (C, H, W) observations, discrete actions. It
     is not seeded, evaluated or closed; its truncations count as ends. None = Procgen as args say.
@@ -384,6 +388,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         envs = RecordEpisodeStatistics(envs)
     if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"--num-envs {N}: needs {N} environments, same-step autoreset; not {envs}")
+    if envs.single_observation_space.dtype != np.uint8:
+        raise UsageError("observations: must be uint8 (C, H, W)")
     obs_shape = envs.single_observation_space.shape
     num_actions = envs.single_action_space.n
 
@@ -508,9 +514,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     optimizer.step()
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
-            num_updates = args.update_epochs * num_minibatches * WORLD
-            means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
+            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
+            divisor = args.update_epochs * num_minibatches * WORLD  # a mean over all minibatches
+            means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
             logger.lap("learn")
             if not np.isfinite(sum(means.values())):
@@ -552,8 +558,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 last_save = time.monotonic()
     except FloatingPointError:
         raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM, or the environments failed. What a half-done
-        # iteration has learned is kept, its steps do not count.
+    except BaseException:  # Ctrl-C, SIGTERM or a failure
+        # What a half-done iteration has learned is kept, its steps do not count.
         save("checkpoint.pt")
         logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
         raise
@@ -592,7 +598,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
 
 @torch.no_grad()
 def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, made by make_envs -> returns, lengths.
+    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
 
     A fixed number per environment: counting the first to finish would favour short games.
     """
@@ -660,7 +666,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, or by another version of it")
+        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
     return saved
 
 
@@ -676,12 +682,12 @@ class Logger:
         self.table = None
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
-        hide = True if args.quiet or RANK > 0 else None  # None: on a terminal only
+        if RANK == 0 and self.folder.exists() and not args.resume:
+            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        if self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         self.folder.mkdir(parents=True, exist_ok=True)
         git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
         cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
@@ -702,6 +708,7 @@ class Logger:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
+            print(end="", file=stream, flush=True)  # a log file has it at once
 
     def lap(self, phase: str, steps: int = 0):
         """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
@@ -726,9 +733,9 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # now the columns are known; drop rows after the checkpoint
+        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
             path = self.folder / "metrics.csv"
-            lines = path.read_text().splitlines() if path.exists() else []
+            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
             columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
             file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
@@ -754,8 +761,8 @@ class Logger:
 
 
 def stop(number, frame):
-    """The first signal stops the run; none cuts short the saving of a run that stops or failed."""
-    if sys.exception() is None:  # nothing is being handled
+    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
+    if sys.exception() is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt

@@ -112,10 +112,10 @@ def published(job, split: str, steps: int, points: dict) -> list[Published]:
 
 
 def checkpoints(job, steps: int, points: dict) -> list:
-    """(what, [(step, score)]) of what is published of the training split up to our number of steps."""
+    """(what, [(step, score)]) of what is published of training games up to our number of steps."""
     found = sources(job, "train") or sources(job, "game") or sources(job, "test")
     curves = []
-    for file, name, what, how in found:
+    for file, name, what, how in [source for source in found if TRAINING in source[3]]:
         series = sorted(points.get((file, job.game, name), {}).items())
         curves.append((f"{what} ({how})", [point for point in series if point[0] <= 1.1 * steps]))
     return [(what, known) for what, known in curves if known]
@@ -348,7 +348,8 @@ def filled(text: str, results: Path = RESULTS) -> str:
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin in text:
             head, _, rest = text.partition(begin)
-            text = "\n".join([head + begin, *lines(results), end + rest.partition(end)[2]])
+            tail = rest.split(end, 1)[1]  # an IndexError, not a README without its rest
+            text = "\n".join([head + begin, *lines(results), end + tail])
     return text
 
 
@@ -380,10 +381,10 @@ def picture(results: Path = RESULTS):
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
         lines = [(cell["job"].variant, list(cell["curves"].values())) for cell in group]
-        for name, files in NO_SUITE.get(game, []):
+        for name, files in NO_SUITE.get(game, []) if results == RESULTS else []:
             lines.append((name, [curve(RESULTS / "curves" / file / "metrics.csv") for file in files]))
         for i, (name, curves) in enumerate(lines):
-            for values in curves:
+            for values in filter(None, curves):
                 panel.plot(*smooth(values, values[-1][0] / 50), f"C{i}", linewidth=1)
             panel.plot([], [], f"C{i}", label=f"{name}, n = {len(curves)}")
         points = next((cell["checkpoints"] for cell in group if cell["checkpoints"]), [])

@@ -189,7 +189,7 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
     result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
     result |= {name: config.get(name) for name in ("git", "cpu", "gpu")}
-    result["cores"] = len(os.sched_getaffinity(0))
+    result["cores"] = config.get("args", {}).get("torch_threads") or len(os.sched_getaffinity(0))
     earlier = (run / "revisions").read_text().split() if (run / "revisions").exists() else []
     result["git_before"] = [git for git in dict.fromkeys(earlier) if git != str(result["git"])]
     result["versions"] = {name: installed(name) for name in PACKAGES}
@@ -201,7 +201,8 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
         if not evaluated or config["args"]["total_timesteps"] - before >= before / int(rows[-1]["iteration"]):
             result["status"] = "open"
     merged = thin(rows)
-    text = "".join(",".join(row.values()) + "\n" for row in [dict(zip(r, r, strict=True)) for r in merged[:1]] + merged)
+    lines = [row.keys() for row in merged[:1]] + [row.values() for row in merged]
+    text = "".join(",".join(line) + "\n" for line in lines)
     return text, result
 
 
@@ -215,7 +216,7 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
     parent = os.getpid()
 
     def tied():  # in the child
-        LIBC.prctl(1, signal.SIGTERM)
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: what it gets when its parent dies
         if os.getppid() != parent:  # it died before the line above
             os._exit(143)
 
@@ -236,7 +237,8 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
         if (run / "checkpoint.pt").exists():
             command += ["--resume", str(run), *job.command[2:]]
             with open(run / "revisions", "a") as file:  # config.json only has the last part's
-                print(json.loads((run / "config.json").read_text())["git"], file=file)
+                config = json.loads((run / "config.json").read_text() or "{}")  # a full disk empties it
+                print(config.get("git", "unknown"), file=file)
         else:
             if run.exists():  # stopped before its first checkpoint
                 shutil.rmtree(run)
@@ -293,8 +295,9 @@ def local(cells: list[Job], options) -> int:
         if stopping or (deadline and time.time() >= deadline):
             return "not begun"
         result = execute(job, options.runs, threads, deadline, stopping, processes)
-        print(f"{(state := record(job, result, options.results)):8} {job.suite} {job.name}", flush=True)
-        return state
+        word = record(job, result, options.results)
+        print(f"{word:8} {job.suite} {job.name}", flush=True)
+        return word
 
     def stop(number, frame):
         stopping.append(number)
@@ -352,13 +355,16 @@ def main(argv=None) -> int:
     options.runs = options.runs or (options.results / "runs" if options.results else ROOT / "runs" / "benchmark")
     options.results = options.results or ROOT / "benchmark" / "results"
     cells = [job for job in jobs_of(options.suite, options.only) if not options.exactly or job.name == options.only]
-    if options.jobs < 1 or not cells:
-        parser.error(f"--jobs {options.jobs}, --only {options.only!r}: no cell of {options.suite}")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least 1")
+    if not cells:
+        parser.error(f"--only {options.only!r}: no cell of {options.suite}")
     if options.list:
         for job in cells:
             print(f"{state(job, options.results):8} {' '.join(job.command)}")
         return 0
-    cells = [job for job in cells if state(job, options.results) in ("open", *["failed"] * options.retry)]
+    wanted = ["open", "failed"] if options.retry else ["open"]
+    cells = [job for job in cells if state(job, options.results) in wanted]
     if not cells:
         print("nothing to do", file=sys.stderr if options.launcher == "slurm" else sys.stdout)
         return 0

@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import tyro
+from gymnasium.spaces import Box
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows, spy_on, timeless
@@ -139,7 +141,30 @@ def test_environments_of_ones_own_and_switches(script, monkeypatch):
     for wrong in (script.fake(num_envs=3), FakeVecEnv(random_episodes(4), script.other, shape=script.shape)):
         with pytest.raises(script.module.UsageError, match="--num-envs"):
             script.train(wrong, run_name="x")
+    for flag in ("max_grad_norm", "env_threads", "torch_threads", "eval_every"):
+        with pytest.raises(script.module.UsageError, match=flag.replace("_", "-")):
+            script.train(script.fake(), run_name="x", **{flag: -1})
+    floats = script.fake()
+    floats.single_observation_space = Box(0, 1, script.shape, np.float32)  # cast to bytes they would be black
+    with pytest.raises(script.module.UsageError, match="uint8"):
+        script.train(floats, run_name="x")
     assert not (script.folder.parent / "x").exists()
+
+
+@each_script
+@pytest.mark.filterwarnings("ignore:.*FakeVecEnv")  # tyro's: no choice of --env-id
+def test_a_run_on_ones_own_environment_needs_it_to_go_on(script, capfd):
+    """The command line has no such game, and says so; procgen would abort the process."""
+    script.train(script.fake())
+    assert script.resume("--total-timesteps", 2 * ITERATION) == 2
+    assert "--env-id FakeVecEnv" in capfd.readouterr().err
+
+
+def test_a_log_file_has_each_line_at_once(script, monkeypatch):
+    with open("log", "w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        script.main("--total-timesteps", 2 * ITERATION, "--eval-episodes", 0)
+        assert Path("log").read_text().count("\nstep ") == 2
 
 
 def test_best_checkpoint(script):
@@ -198,7 +223,7 @@ def test_resume_writes_no_step_twice(script):
     (folder / "checkpoint.pt").write_bytes(old)  # as if killed before the next one was written
     lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
     moved = [",".join([line[0], "x" if i == 0 else "7", *line[1:]]) for i, line in enumerate(lines)]
-    (folder / "metrics.csv").write_text("\n".join(moved) + "\n999,4")
+    (folder / "metrics.csv").write_text("\n".join(moved) + "\n6")  # cut short: of step 64
     time.sleep(1.1)
     assert script.resume("--total-timesteps", 2 * ITERATION) == 0
     table = rows(folder)
@@ -284,10 +309,15 @@ BAD["ppo_procgen"] = [
     ("--lr 5 1e-4 1 1e-4", "--lr"),
     ("--ent-coef 5 1e-4 1", "--ent-coef"),
     ("--device cuda:99", "--device cuda:99 auto"),
+    ("--max-grad-norm -1", "--max-grad-norm"),
     ("--run-dir file", "file"),
     ("--run-name b", "--run-name --resume runs/b"),
 ]
-BAD["ppo_atari_rnd"] = [("--env-id Montezuma", "--env-id MontezumaRevenge"), ("--noop-max 0", "--noop-max")]
+BAD["ppo_atari_rnd"] = [
+    ("--env-id Montezuma", "--env-id MontezumaRevenge"),
+    ("--noop-max 0", "--noop-max"),
+    ("--stack 0", "--stack"),
+]
 
 
 @pytest.mark.parametrize("script", BAD, indirect=True)
