@@ -3,7 +3,7 @@
 Those files are written for gym 0.23: `reset` returns observations only, `step` four values, and gym.wrappers take
 vector environments. Their text runs as it is. The installed gym is made to say that it is that version, by which
 EnvPool chooses what its environments return, and gets the four old wrappers, which do here what they did there. Their
-TensorBoard writer tells the end of each iteration to a stopwatch; it writes all that it is given.
+TensorBoard writer writes all that it is given, and tells the end of each iteration to a stopwatch.
 """
 
 import contextlib
@@ -87,6 +87,7 @@ def run(file: Path, flags: list[str], folder: str, end_of_iteration):
             if tag == "charts/SPS":  # the last line of an iteration
                 end_of_iteration(step)
 
+    file = file.resolve()  # the folder changes below
     gym.__version__ = "0.23.1"
     for wrapper in WRAPPERS:
         setattr(gym.wrappers, wrapper.__name__, wrapper)
@@ -94,4 +95,4 @@ def run(file: Path, flags: list[str], folder: str, end_of_iteration):
     sys.argv = [file.name, *flags]
     with open(os.devnull, "w") as nowhere, contextlib.chdir(folder):
         with contextlib.redirect_stdout(nowhere):
-            runpy.run_path(str(file.resolve()), run_name="__main__")
+            runpy.run_path(str(file), run_name="__main__")

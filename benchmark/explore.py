@@ -69,8 +69,8 @@ def cells(options, flags: list[str], command: str):
         return made[-1]
 
     def book(logger, metrics):
-        cells = made[0].cells
-        rows.append((metrics["step"], len(cells), len({cell[0] for cell in cells})))
+        reached = made[0].cells
+        rows.append((metrics["step"], len(reached), len({cell[0] for cell in reached})))
         options.json.write_text(json.dumps(found) + "\n")
         return log(logger, metrics)
 
@@ -170,7 +170,9 @@ def measure(variant: str, seed: int, iterations: int = 12, num_envs: int = 8, fo
     result = dict(target=variant, seed=seed, seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
     result |= dict(untrained_ratio=untrained)
-    return result | dict(decay=raw[0] / raw[-1], steps=iterations * 4 * batch_size // args.minibatch_size)
+    return result | dict(
+        decay=raw[0] / raw[-1], steps=iterations * args.update_epochs * batch_size // args.minibatch_size
+    )
 
 
 def novelty(options, command: str):
@@ -196,6 +198,7 @@ def main(argv=None) -> int:
     probe.add_argument("--targets", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     probe.add_argument("--json", type=Path, required=True)
     options = parser.parse_args(argv[:end])
+    options.json.parent.mkdir(parents=True, exist_ok=True)  # rather now than after the warm-up
     command = " ".join(["python", "benchmark/explore.py", *argv])
     if options.probe == "cells":
         cells(options, argv[end + 1 :], command)

@@ -6,7 +6,7 @@ The script trains; between its iterations the same process measures, in turn wit
 product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
 the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
 a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
-iteration between two rounds (in which the synchronous scripts book the targets as acting). Shares are medians over the
+iteration between two rounds (the synchronous scripts book their targets under it). Shares are medians over the
 rounds. Nothing else may run. Rows are agent steps, with all their epochs. Asynchronous scripts need --sync
 --num-groups 1: one thread at a time. On the CPU.
 """
@@ -32,9 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
-UNCOUNTED = {  # flags with passes or layers that `networks` does not know
+UNCOUNTED = {  # flags with passes, layers or a precision that `networks` does not know, or with other steps
     "ppo_atari_rnd": ("memory",),
-    "ppo_atari_snd": ("target",),
+    "ppo_atari_snd": ("target", "motivation_passes"),
 }
 
 
@@ -90,7 +90,6 @@ def alone(layers: list, piece: int, backward: bool) -> float:
                     layer(x)
                 return
             x.grad = layer.weight.grad = layer.bias.grad = None
-            layer.weight.requires_grad_(), layer.bias.requires_grad_()
             layer(x).backward(gradient)
 
         total += seconds(work) / piece
@@ -100,20 +99,22 @@ def alone(layers: list, piece: int, backward: bool) -> float:
 def networks(script: str, args, made: dict) -> list:
     """(network, how it is called, passes forward and backward a row of the rollout, forward passes only)."""
     agent = made["Agent"]
+    plain = lambda net, x: net(x)  # noqa: E731
     if script == "ppo_atari_rnd":
         size = (args.frame_size, args.frame_size)
         frames = torch.zeros(2, args.stack, *size, dtype=torch.uint8)
         act = lambda net, x: net(x, torch.zeros(2, net.memory_size), torch.ones(2))  # noqa: E731
         rnd, share = made["RND"], args.predictor_share or min(1, 32 / args.num_envs)
-        plain = lambda net, x: net(x)  # noqa: E731
         one = torch.zeros(2, 1, *size)
         return [(agent, frames, act, args.update_epochs, 0), (rnd.predictor, one, plain, args.update_epochs * share, 0)]
-    plain = lambda net, x: net(x)  # noqa: E731
     if "atari" in script:
         shape = (args.stack, args.frame_size, args.frame_size)
     else:
         shape = (3 * len(importlib.import_module(script).STACKS[args.stack]), 64, 64)
     passes = args.update_epochs * (1 + getattr(args, "replay_proportion", 0))
+    if script == "ppo_procgen":  # a shorter last minibatch is not trained
+        rollout = args.num_envs * args.num_steps
+        passes *= rollout // args.minibatch_size * args.minibatch_size / rollout
     rows = [(agent, torch.zeros(2, *shape, dtype=torch.uint8), plain, passes, 0)]
     if script == "ppo_atari_snd":
         snd, one = made["SND"], torch.zeros(2, 1, *shape[1:])
@@ -191,8 +192,8 @@ class Rounds:
         floor, forward = ([2 / (a[key] + b[key]) for a, b in pairs] for key in ("floor", "forward"))
         median = statistics.median
         shares = {
-            name: [x / y for x, y in zip(*two, strict=True)]
-            for name, two in dict(learner=(learn, floor), acting=(act, forward)).items()
+            "learner": [x / y for x, y in zip(learn, floor, strict=True)],
+            "acting": [x / y for x, y in zip(act, forward, strict=True)],
         }
         found = dict(
             matrix_product_gflops=median(one["product"] for one in self.measured),
@@ -223,7 +224,7 @@ def main(argv=None) -> int:
     args = tyro.cli(module.Args, args=flags.split())
     if not getattr(args, "sync", True) or getattr(args, "num_groups", 1) > 1:
         parser.error(f"{options.script}: needs -- --sync --num-groups 1, else actors share the cores with it")
-    for name in UNCOUNTED.get(options.script, ()):
+    for name in ("precision", "resume", *UNCOUNTED.get(options.script, ())):
         value = getattr(args, name)
         if value != getattr(module.Args(), name):
             parser.error(f"--{name.replace('_', '-')} {value}: its passes and layers are not counted here")

@@ -50,8 +50,12 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
         ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
     ],
     ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],
-    ("snd_breakout", "", "game"): [("atari", NO_REWARD, "michalnand's SND without reward", f"{RUNNING}, one run")],
-    ("appo_atari", "", "game"): [("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"{TRAINING}, 3 runs")],
+    ("snd_breakout", "", "game"): [
+        ("atari", NO_REWARD, "michalnand's SND without reward", f"another policy network; {RUNNING}, one run")
+    ],
+    ("appo_atari", "", "game"): [
+        ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"another batch; {TRAINING}, 3 runs")
+    ],
 }
 
 

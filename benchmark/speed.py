@@ -7,11 +7,13 @@
 
 What follows `--` goes to the script. Every measurement is a process of its own; with --against, script and baseline
 alternate A B A B, and the ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a
-single figure does not. Run it with nothing else running. CPU seconds are those of all threads.
+single figure does not. Run it with nothing else running. CPU seconds are those of all threads, unknown for Sample
+Factory.
 
-Beside a baseline `--warmup` iterations are discarded, then `--iterations` of the same work are measured. "cleanrl" is
-the file of CleanRL's in CLONE that does what the script does (cleanrl_shim.py runs it), at the sizes of the flags; the
-script gets its network and loss. Without a script's name the rows of ROWS are measured, each to a file in FOLDER.
+Beside a baseline `--warmup` iterations are discarded, then `--iterations` of equal size are measured (Sample Factory
+runs for `--seconds`, its first report discarded). "cleanrl" is the file of CleanRL's in CLONE that does what the script
+does (cleanrl_shim.py runs it), at the sizes of the flags; ppo_procgen.py gets its network and loss, the others its
+clipping of gradients. Without a script's name the rows of ROWS are measured, each to a file in FOLDER.
 "sync" is an asynchronous script without overlap, "fp32" the script without the --precision bf16 or --compile of the
 flags. Peers run with a python of their own, --peer-python (peers.sh makes them): "sample-factory" (2.1.1) and "sb3"
 (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
@@ -22,7 +24,9 @@ versions must know.
 """
 
 import argparse
+import contextlib
 import csv
+import functools
 import importlib.util
 import json
 import os
@@ -49,20 +53,23 @@ BASELINES = {
 CHANGED = {"sync": ["--sync"], "fp32": ["--precision", "fp32", "--no-compile"]}  # the script itself, with these flags
 
 COUNTERPARTS = {"ppo_procgen": "ppo_procgen", "appo_atari": "ppo_atari_envpool", "ppo_atari_rnd": "ppo_rnd_envpool"}
-ALIKE = {  # flags that give a script its counterpart's network and loss
+ALIKE = {  # flags that give a script its counterpart's network and loss, as far as it has them
     "ppo_procgen": "--stack none --channels 16 32 32 --pool flatten --input-shift 0 --ortho-heads --reshuffle "
     "--norm-reward 0.999 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip 0.2 --vf-coef 0.25 --kl-coef 0 "
     "--lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5",
     "appo_atari": "--max-grad-norm 0.5",
     "ppo_atari_rnd": "--warmup-steps 16 --max-grad-norm 0.5",
 }
+# What CleanRL's files have no flag for, and what changes the work.
+FIXED = "channels pool stack distribution_mode num_levels frame_size memory rnd_features vtrace".split()
+ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the reserve of rollouts
 STARPILOT = "--env-id starpilot --num-envs 64 --num-steps 32"
 BREAKOUT = "--env-id Breakout --num-envs 8 --num-steps 128 --minibatch-size 256 --num-minibatches 4"
 MONTEZUMA = "--env-id MontezumaRevenge --num-envs 128 --num-steps 16 --minibatch-size 2048 --predictor-share 0.25"
 ROWS = {  # beside CleanRL: (script, sizes, iterations discarded, measured)
     "cleanrl_ppo_procgen_1_minibatch": ("ppo_procgen", f"{STARPILOT} --minibatch-size 2048", 1, 2),
     "cleanrl_ppo_procgen_8_minibatches": ("ppo_procgen", f"{STARPILOT} --minibatch-size 256", 1, 2),
-    "cleanrl_appo_atari": ("appo_atari", BREAKOUT, 2, 8),
+    "cleanrl_appo_atari": ("appo_atari", BREAKOUT, 3, 8),
     "cleanrl_ppo_atari_rnd": ("ppo_atari_rnd", MONTEZUMA, 1, 2),
 }
 
@@ -92,14 +99,14 @@ class Stopwatch:
         now = (time.perf_counter(), time.process_time())
         self.rows.append({"wall": now[0] - self.mark[0], "cpu": now[1] - self.mark[1], **phases})
         self.mark = now
-        self.batch_size = step // len(self.rows)
+        self.step = step
         if len(self.rows) == self.wanted:
             raise Enough
 
     def result(self, warmup: int) -> dict:
         """Steps and seconds a step of the iterations after the first ones, and the process's memory."""
         rows = self.rows[warmup:]
-        steps = self.batch_size * len(rows)
+        steps = self.step // len(self.rows) * len(rows)
         seconds = {key: sum(row[key] for row in rows) / steps for key in rows[0]}
         sps = 1 / seconds.pop("wall")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -122,13 +129,21 @@ def measure_script(script, args, watch: Stopwatch):
 
 
 def cleanrl_flags(script, args) -> list[str]:
-    """Of CleanRL's file for as many environments, steps, minibatches and epochs; UsageError where it has no such."""
+    """Flags that give CleanRL's file as many environments, steps, minibatches and epochs, or UsageError."""
+    import tyro
+
+    alike = tyro.cli(script.Args, args=ALIKE[script.__name__].split())
+    for name in FIXED:
+        if getattr(args, name, None) != getattr(alike, name, None):
+            raise script.UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: CleanRL has no such flag")
     rows = args.num_envs * args.num_steps
-    minibatches = rows // args.minibatch_size
-    if minibatches * args.minibatch_size != rows:
+    if args.minibatch_size < 1 or rows % args.minibatch_size:
         raise script.UsageError(f"--minibatch-size {args.minibatch_size}: CleanRL's must divide {rows} rows")
+    minibatches = rows // args.minibatch_size
     if getattr(args, "num_minibatches", minibatches) != minibatches:
-        raise script.UsageError(f"--num-minibatches {args.num_minibatches}: CleanRL's {rows} rows are {minibatches}")
+        raise script.UsageError(
+            f"--num-minibatches {args.num_minibatches}: CleanRL has {minibatches}, of {rows} rows in all"
+        )
     game = args.env_id if script.__name__ == "ppo_procgen" else args.env_id.removesuffix("-v5") + "-v5"
     flags = dict(env_id=game, num_envs=args.num_envs, num_steps=args.num_steps, num_minibatches=minibatches)
     flags |= dict(update_epochs=args.update_epochs, total_timesteps=10**9)
@@ -140,7 +155,7 @@ def cleanrl_flags(script, args) -> list[str]:
 
 
 def measure_cleanrl(script, args, source: Path, watch: Stopwatch):
-    """CleanRL's own file, with its own threads unless ours are given."""
+    """CleanRL's own file, with as many PyTorch threads as ours where they are given."""
     import torch
 
     import cleanrl_shim
@@ -155,7 +170,10 @@ def sample_factory(args, seconds: float, python: str) -> dict:
     """Sample Factory's own command with the same sizes, from its own log: the first report and what was before it are
     discarded, and so is what came after the last dataset."""
     game = args.env_id.removesuffix("-v5").lower()
-    flags = dict(algo="APPO", env=f"atari_{game}", device="cpu", serial_mode=False, async_rl=True, num_workers=2)
+    import torch
+
+    device = "gpu" if args.device != "cpu" and torch.cuda.is_available() else "cpu"
+    flags = dict(algo="APPO", env=f"atari_{game}", device=device, serial_mode=False, async_rl=True, num_workers=2)
     flags |= dict(num_envs_per_worker=args.num_envs // 2, worker_num_splits=2, rollout=args.num_steps, recurrence=1)
     flags |= dict(batch_size=args.minibatch_size, num_batches_per_epoch=args.num_minibatches)
     flags |= dict(num_batches_to_accumulate=args.num_batches_to_accumulate, num_epochs=args.update_epochs)
@@ -166,16 +184,21 @@ def sample_factory(args, seconds: float, python: str) -> dict:
     start.write_text(f"{text}if __name__ == '__main__':\n    sys.exit(main())\n")
     command = [python, str(start), *(f"--{key}={value}" for key, value in flags.items())]
     piped = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    process, until = subprocess.Popen(command, **piped), time.perf_counter() + seconds
+    until = time.perf_counter() + seconds
+    running = subprocess.Popen(command, **piped)
     reports, lines = [], []  # (time, agent steps)
-    for line in process.stdout:
-        lines.append(line)
-        if time.perf_counter() > until:
-            os.killpg(process.pid, signal.SIGKILL)
-        if found := re.search(r"Total num frames: (\d+)", line):
-            reports.append((time.perf_counter(), int(found[1]) / args.frame_skip))
+    try:
+        for line in running.stdout:
+            lines.append(line)
+            if time.perf_counter() > until:
+                break
+            if found := re.search(r"Total num frames: (\d+)", line):
+                reports.append((time.perf_counter(), int(found[1]) / 4))  # four frames a step
+    finally:  # its processes too, which would go on beside the next measurement
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
     changes = [now for before, now in zip(reports, reports[1:], strict=False) if now[1] > before[1]]
-    process.wait()
     if len(changes) < 3:
         raise RuntimeError("".join(lines[-30:]))
     (begin, first), (end, last) = changes[0], changes[-1]
@@ -238,6 +261,8 @@ def child(options, flags: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=[*fixed, *flags, *CHANGED.get(variant, [])])
+        if args.resume:
+            raise script.UsageError("--resume: its steps would count, and the run would change")
         if options.against == "cleanrl":
             cleanrl_flags(script, args)  # rather refused now than after our own measurement
         if variant == "sample-factory":
@@ -255,7 +280,7 @@ def child(options, flags: list[str]) -> dict:
     return dict(variant=variant, **found)
 
 
-PROCESSES = {  # whole processes beside those of another revision: some iterations, about a minute on one core
+PROCESSES = {  # flags of whole processes timed beside another revision: some iterations, about a minute on one core
     "ppo_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 64 --num-steps 32 --minibatch-size 1024 "
     "--total-timesteps 8192",
     "impala_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 16 --num-groups 2 --num-steps 50 "
@@ -285,7 +310,7 @@ def process(source: Path, name: str, flags: list[str]) -> dict:
         if running.returncode:
             output.seek(0)
             lines = [line for line in output.read().splitlines() if line.strip(" │╭╮╰╯─")]
-            raise RuntimeError(f"{source}/{name}.py: exit code {running.returncode}: {lines[-1]}")
+            raise RuntimeError(f"{source}/{name}.py: exit code {running.returncode}: {' '.join(lines[-1:])}")
         with open(Path(folder, "run", "metrics.csv"), newline="") as file:
             steps = [int(row["step"]) for row in csv.DictReader(file)][-1]
     return dict(wall=wall, cpu=used.ru_utime + used.ru_stime, peak_gib=used.ru_maxrss / 2**20, steps=steps)
@@ -295,7 +320,6 @@ def revision(against: str, scripts: list[str], pairs: int, flags: list[str]) -> 
     """Whole processes of another revision's scripts and of this tree's in turn: {name: figures and ratios}."""
     results = {}
     git = ["git", "-C", str(ROOT), "worktree"]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the worktree goes then, too
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder, "worktree")
         subprocess.run([*git, "add", "--detach", str(other), against], check=True, capture_output=True)
@@ -351,6 +375,7 @@ def hardware() -> str:
     return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {gpu}, torch {torch.__version__}"
 
 
+@functools.cache  # the rows of one command are of one revision, though the first row changes a tracked file
 def revision_of(folder: Path) -> str:
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -417,7 +442,9 @@ def parsed(parser, own: list[str]):
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
     parser.add_argument("--pairs", type=int, help="measurements of each, A B A B = 2; default 2, without a name 4")
     parser.add_argument("--iterations", type=int, help="iterations measured in each process, default 2")
-    parser.add_argument("--warmup", type=int, help="iterations discarded before them, default 1")
+    parser.add_argument(
+        "--warmup", type=int, help="iterations discarded before them, default 1, of asynchronous scripts 3"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file too; of all rows, to this folder")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
@@ -425,6 +452,8 @@ def parsed(parser, own: list[str]):
         value = getattr(options, flag)
         if value is not None and value < 1:
             parser.error(f"--{flag} {value}: must be at least 1")
+    if options.name and own[0] != options.name:
+        parser.error(f"{options.name}: the name of the script comes first")
     if (options.name and options.script) or not (options.name or options.against):
         parser.error("either the name of a script, or --against cleanrl or REVISION with --script NAME ...")
     if options.name and options.against and options.against not in BASELINES[options.name]:
@@ -443,7 +472,7 @@ def parsed(parser, own: list[str]):
     options.pairs = options.pairs or (2 if options.name else 4)
     if options.name:
         options.iterations = options.iterations or 2
-        options.warmup = options.warmup or 1
+        options.warmup = options.warmup or (3 if options.name in ASYNC else 1)
     return options
 
 
@@ -461,6 +490,7 @@ def main(argv=None) -> int:
                 raise
             parser.error(str(error))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is running, and a worktree, end with it
     if options.against == "cleanrl" and not options.name:
         return cleanrl_rows(options, flags)
     if options.json:

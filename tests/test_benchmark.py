@@ -5,6 +5,8 @@ import importlib
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,9 +187,10 @@ def clone(folder, name):
 def test_speed_beside_cleanrl(tmp_path, monkeypatch):
     """Equal sizes, a file a row, ratios the right way round; EnvPool returns what it returned to old gym."""
     seen = clone(tmp_path, "appo_atari")
+    monkeypatch.chdir(tmp_path)
     flags = "--env-id Breakout --num-minibatches 2 --sync --update-epochs 2"
     monkeypatch.setattr(speed, "ROWS", {"x": ("appo_atari", flags, 1, 1)})
-    words = f"--against cleanrl --source {tmp_path} --script appo_atari --pairs 1 --json {tmp_path} -- {TINY}"
+    words = f"--against cleanrl --source . --script appo_atari --pairs 1 --json {tmp_path} -- {TINY}"
     assert speed.main(words.split()) == 0
     found = json.loads((tmp_path / "x.json").read_text())
     (ours,), (theirs,) = found["results"]["script"], found["results"]["cleanrl"]
@@ -214,9 +217,47 @@ def test_speed_beside_cleanrl_at_equal_sizes_only():
     script = speed.load("appo_atari")
     args = script.Args(num_envs=8, minibatch_size=256, num_minibatches=4)
     assert "--env-id=Breakout-v5" in speed.cleanrl_flags(script, args)
-    for name, value in (("num_minibatches", 8), ("minibatch_size", 384)):
+    for name, value in (("num_minibatches", 8), ("minibatch_size", 384), ("minibatch_size", 0), ("vtrace", True)):
         with pytest.raises(script.UsageError, match=f"{name.replace('_', '-')} {value}: CleanRL"):
             speed.cleanrl_flags(script, dataclasses.replace(args, **{name: value}))
+
+
+FAKE_SAMPLE_FACTORY = """#!/bin/sh
+sleep 300 &
+echo $! > $0.worker
+for i in 1 2 3 4 5 6 7 8 9; do
+    echo "Fps is ... Total num frames: ${i}000"
+    sleep 0.2
+done
+"""
+
+
+def test_speed_beside_sample_factory(tmp_path):
+    """Its reports are of frames, four a step; when enough is seen, its worker processes end too."""
+    python = tmp_path / "python"
+    python.write_text(FAKE_SAMPLE_FACTORY)
+    python.chmod(0o755)
+    args = speed.load("appo_atari").Args(run_dir=str(tmp_path), device="cpu")
+    assert speed.sample_factory(args, 1.3, str(python))["sps"] == pytest.approx(1000 / 4 / 0.2, rel=0.5)
+    worker = int((tmp_path / "python.worker").read_text())
+    state = Path(f"/proc/{worker}/stat")
+    until = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z":  # dead, if nobody has waited for it
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_speed_does_not_go_on_with_a_run(capsys):
+    """Its earlier steps would count as measured ones."""
+    assert speed.main("ppo_procgen --pairs 1 -- --resume runs/x".split()) == 1
+    assert "--resume: its steps would count" in capsys.readouterr().err
+
+
+def test_the_floor_counts_the_rows_that_are_trained():
+    """9,600 rows in minibatches of 1,024: 384 are not."""
+    args = floor.importlib.import_module("ppo_procgen").Args()
+    ((*_, passes, _),) = floor.networks("ppo_procgen", args, {"Agent": None})
+    assert passes == pytest.approx(3 * 9216 / 9600)
 
 
 def test_speed_names_the_instruction_set(monkeypatch):
@@ -233,6 +274,9 @@ REFUSED = [
     (floor, "ppo_procgen -- --minibatch-size 1", ["--minibatch-size 1", "must be from 2"]),
     (floor, "ppo_procgen -- --device cuda", ["--device cuda", "CPU"]),
     (floor, "ppo_atari_rnd -- --memory gru", ["--memory gru", "not counted"]),
+    (floor, "ppo_procgen -- --precision bf16", ["--precision bf16", "not counted"]),
+    (floor, "ppo_atari_snd -- --motivation-passes one", ["--motivation-passes one", "not counted"]),
+    (speed, "--against fp32 ppo_procgen", ["ppo_procgen", "comes first"]),
     (speed, "ppo_procgen --pairs 0", ["--pairs 0", "at least 1"]),
     (speed, "ppo_procgen --against sync", ["ppo_procgen", "cleanrl, fp32"]),
     (speed, "--script ppo_procgen", ["--against cleanrl or REVISION"]),

@@ -160,8 +160,8 @@ def test_exploration_envs_reset_in_the_next_step(variant):
         _, game, step = module.unpack(torch.from_numpy(obs))[0, 0, 0, :3].tolist()
         assert not truncated.any()
         rows.append((game, step, reward[0], terminated[0]))
-    expected = [(0, 1, 1, False), (0, 2, -1, False), (0, 2, 1, True), (2, 0, 0, False)]
-    assert rows == [*expected, (2, 1, 0, False), (2, 1, 1, True)]  # game 1 was over in its no-op
+    expected = [(0, 1, 3, False), (0, 2, -2, False), (0, 2, 5, True), (2, 0, 0, False)]
+    assert rows == [*expected, (2, 1, 0, False), (2, 1, 2, True)]  # game 1 was over in its no-op
     assert [actions.tolist() for actions in games.actions] == [[9, 9]] * 3 + [[4, 9], [9, 9], [9, 9]]
     envs.random_action = 1
     for _ in range(60):
@@ -170,7 +170,7 @@ def test_exploration_envs_reset_in_the_next_step(variant):
 
 
 def test_snd_sees_the_colours_of_the_newest_frame(variant):
-    """Packing loses nothing; policy: two frames, SND: the last one, each with the layers of the paper's code."""
+    """Packing loses nothing; policy: two frames, SND: the last one, each with the layers of the paper's SND-V."""
     module = variant("snd_procgen")
     frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
     envs = module.ExplorationEnvs(FakeVecEnv(random_episodes(3), SAME_STEP, shape=(6, 64, 64)), 0, seed=1)
@@ -303,12 +303,21 @@ def test_pbt_exploits_and_explores(tmp_path):
     assert (weights(runs[0]) - weights(runs[1])).abs().max() < 1e-5
 
 
+@pytest.mark.slow
+def test_pbt_ends_when_a_trial_fails(tmp_path):
+    """Ray's scheduler would let the others wait for it for ever."""
+    command = [sys.executable, FOLDER / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
+    command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e30 1e31 --".split()
+    assert subprocess.run([*command, *PBT], capture_output=True, timeout=600).returncode == 1
+
+
 def test_pbt_refuses_in_one_line(variant, tmp_path, capsys):
     pbt = variant("pbt")
     assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--slice-steps", "100", "--", *PBT]) == 2
     assert pbt.main(["ppo_procgen", str(tmp_path), "--slice-steps", "512", "--", *PBT]) == 2
+    assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--ent-coef", "0", "0.03", "--", *PBT]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and "--total-timesteps 100" in errors[0] and "exists" in errors[1]
+    assert len(errors) == 3 and "--total-timesteps 100" in errors[0] and "exists" in errors[1] and "0" in errors[2]
     assert not list(tmp_path.iterdir())
 
 
@@ -322,6 +331,7 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     flags = vars(variant("appo_atari").Args()) | {"env_id": "Pong", "run_dir": "x"}
     flags |= {"vtrace": True, "anneal_lr": False, "lr": [0, 5e-4, 1e6, 1e-4]}
     config = {"script": "appo_atari", "args": flags, "git": "abc123", "torch": "2.13.0", "cpu": "EPYC", "gpu": None}
+    config["ranks"] = 1
     (run / "config.json").write_text(json.dumps(config))
     scores = {"mean": 16.561, "stderr": 2.567, "returns": [14.0, 19.122]}
     (run / "eval.json").write_text(json.dumps({"step": 499712, "splits": {"game": scores}}))
@@ -334,6 +344,10 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     command = "    python appo_atari.py --env-id Pong --lr 0 0.0005 1000000.0 0.0001 --no-anneal-lr --vtrace\n"
     for part in ("| game | 16.56 +/- 2.57 | 2 |", "499,712", "abc123", "EPYC", "(replay.mp4)", command):
         assert part in card
+    assert hub.command_of("appo_atari", flags, ranks=2).startswith("torchrun --nproc-per-node 2 appo_atari.py --env-id")
+    snd_flags = json.loads(json.dumps(vars(variant("ppo_atari_snd").Args()) | {"seed": 3}))
+    command = hub.command_of("snd_breakout", snd_flags, ranks=1)
+    assert command == "python benchmark/variants/snd_breakout.py --seed 3"  # which has the Args of its script
     files = ["README.md", "checkpoint.pt", "config.json", "eval.json", "metrics.csv", "replay.mp4"]
     assert sorted(path.name for path in folder.iterdir()) == files
     api, sent = types.SimpleNamespace(), []

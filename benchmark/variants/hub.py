@@ -3,7 +3,7 @@
     python benchmark/variants/hub.py runs/NAME user/repository --dry-run  # writes runs/NAME-hub
     python benchmark/variants/hub.py runs/NAME user/repository            # writes and sends it
 
-Sending needs `pip install huggingface_hub` and `hf auth login`. A film of the run goes along.
+Sending needs `pip install huggingface_hub` and `hf auth login`. `--film` adds a film.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 NO_SETTING = {"run_dir", "run_name", "resume", "quiet", "device", "torch_threads", "env_threads"}
 PACKAGES = ("numpy", "gymnasium", "envpool", "procgen-mirror")
 CARD = """---
@@ -33,23 +34,26 @@ After {step:,} agent steps, actions drawn, scores not clipped:
     {command}
 
 Code: revision {git}; torch {torch}; when this was written, {versions}. Ran on {cpu}, GPU: {gpu}.
+The command is for the revision that wrote this: flags equal to its defaults are left out.
 With these files in FOLDER, `python benchmark/evaluate.py FOLDER` plays it.
 """
 
 
-def command_of(script: str, args: dict) -> str:
-    """What a newcomer types: the flags that differ from the script's defaults."""
-    words = ["python", f"{script}.py"]
-    defaults = json.loads(json.dumps(vars(importlib.import_module(script).Args())))  # no tuples
+def command_of(script: str, args: dict, ranks: int) -> str:
+    """What a newcomer types: the flags that differ from the script's defaults of today."""
+    module = importlib.import_module(script)
+    start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+    words = [*start, str(Path(module.__file__).resolve().relative_to(ROOT))]
+    module = getattr(module, "script", module)  # a variant without Args of its own
+    defaults = json.loads(json.dumps(vars(module.Args())))  # no tuples
     for name, value in args.items():
         if name in NO_SETTING or value == defaults.get(name):
             continue
         flag = name.replace("_", "-")
-        values = value if isinstance(value, list) else [value]
         if isinstance(value, bool):
-            flag = flag if value else f"no-{flag}"
-            values = []
-        words += [f"--{flag}", *map(str, values)]
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
     return " ".join(words)
 
 
@@ -73,7 +77,7 @@ def card(config: dict, evaluation: dict, film: Path | None) -> str:
         step=evaluation["step"],
         table="\n".join(rows),
         film="\n[A film](replay.mp4)\n" if film else "",
-        command=command_of(script, config["args"]),
+        command=command_of(script, config["args"], config["ranks"]),
         versions=", ".join(versions),
         **config,
     )
@@ -90,6 +94,7 @@ def write(run: Path, film: Path | None, folder: Path):
     (folder / "README.md").write_text(card(config, evaluation, film))
     for name in ("checkpoint.pt", "config.json", "eval.json", "metrics.csv"):
         shutil.copy(run / name, folder)
+    (folder / "replay.mp4").unlink(missing_ok=True)
     if film:
         shutil.copy(film, folder / "replay.mp4")  # the name that the Hub shows
 

@@ -70,7 +70,7 @@ class Trial(tune.Trainable):
 
     def load_checkpoint(self, folder):
         shutil.rmtree(self.run, ignore_errors=True)
-        shutil.copytree(folder, self.run, ignore=shutil.ignore_patterns(".*"))
+        shutil.copytree(folder, self.run, ignore=shutil.ignore_patterns(".*"))  # Ray's own
 
 
 def mean_return(run: Path, start: int) -> float:
@@ -95,25 +95,31 @@ def main(argv=None) -> int:
     if hasattr(args, "anneal_lr"):
         args.anneal_lr = False  # it would begin anew in each slice
     try:
+        numbers = {"lr": tune.loguniform(*options.lr)}
+        numbers["ent_coef"] = tune.loguniform(*options.ent_coef)
         script.check(replace(args, total_timesteps=options.slice_steps))
         folder.mkdir(parents=True)
-    except (script.UsageError, OSError) as error:
+    except (ValueError, OSError) as error:  # UsageError and Ray's own are ValueErrors
         print("pbt.py:", error, file=sys.stderr)
         return 2
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each start
-    ray.init(options.address or None, log_to_driver=False)
+    ray.init(options.address or "local", log_to_driver=False)
     np.random.seed(args.seed)  # of the first numbers; what Ray draws later is not reproducible
-    numbers = {"lr": tune.loguniform(*options.lr), "ent_coef": tune.loguniform(*options.ent_coef)}
-    # synch: compared at equal steps; the time is in slices
-    pbt = PopulationBasedTraining("training_iteration", "score", "max", 1, 0, numbers, synch=True)
+    # synch: compared at equal steps, after each slice
+    when = {"time_attr": "training_iteration", "perturbation_interval": 1, "synch": True}
+    pbt = PopulationBasedTraining(metric="score", mode="max", hyperparam_mutations=numbers, **when)
     trial = tune.with_parameters(Trial, options=options, args=args)
     trial = tune.with_resources(trial, {"cpu": options.cpus, "gpu": options.gpus})
     plan = tune.TuneConfig(scheduler=pbt, num_samples=options.population)
     stop = {"training_iteration": options.slices}
     keep = tune.CheckpointConfig(num_to_keep=3)
-    run = tune.RunConfig("tune", str(folder), stop=stop, checkpoint_config=keep)
+    fail = tune.FailureConfig(fail_fast=True)  # else the others wait for a failed trial for ever
+    run = tune.RunConfig(
+        "tune", str(folder), stop=stop, checkpoint_config=keep, failure_config=fail
+    )
     results = tune.Tuner(trial, param_space=numbers, tune_config=plan, run_config=run).fit()
-    return int(results.num_errors > 0)
+    slices = [(result.metrics or {}).get("training_iteration") for result in results]
+    return int(slices != [options.slices] * options.population)  # 1 after a failure or Ctrl-C
 
 
 if __name__ == "__main__":

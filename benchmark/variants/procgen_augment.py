@@ -9,8 +9,10 @@ As there, acting, old log-probabilities and values are of the frames as they are
 seen where gradients are on. The frames of a row move alike; actions stay. `--augment-draw once`, as
 in the entry: a row moves the same way in all epochs, by draws that are a hash of its pixels.
 
-Not measured. Departures: the entry's pad-crop left stacked frames alone; what a rotation uncovers
-is black; the corners of a crop are centres of pixels, so that it needs none from beyond its edges.
+Not measured. Departures: the entry's pad-crop left stacked frames alone; its crops have whole
+pixels as corners (here centres of pixels, so that none from beyond the edges is needed); its
+translations by 8 are half as likely as the others; it draws anew in each rollout, so that equal
+observations may move differently.
 """
 
 import math
@@ -102,7 +104,7 @@ class Augmented:
         if torch.is_grad_enabled():
             draws = torch.rand(len(obs), self.key.shape[1], device=obs.device)
             if self.args.augment_draw == "once":
-                draws = (obs.flatten(1).double() @ self.key) % 1
+                draws = (obs.flatten(1).double() @ self.key) % 1  # a hash, exact in double
             obs = augment(obs, self.args.augment, self.args.augment_chance, draws)
         return super().forward(obs)
 

@@ -44,11 +44,11 @@ class Curious(gym.vector.VectorWrapper):
         obs_shape = envs.single_observation_space.shape
         half = replace(args, channels=tuple(width // 2 for width in args.channels), pool="avg")
         self.target = script.Agent(obs_shape, 1, half).to(self.device).requires_grad_(False)
-        self.predictor = script.Agent(obs_shape, 256, half).to(self.device)  # a layer deeper
+        self.predictor = script.Agent(obs_shape, 256, half).to(self.device)  # its logits predict
         self.optimizer = torch.optim.Adam(self.predictor.parameters(), lr=1e-4)
         self.saved = {"target": self.target, "predictor": self.predictor, "adam": self.optimizer}
         self.normalizer = script.RewardNormalizer(args.gamma, envs.num_envs)
-        self.obs, _ = envs.reset()  # the present one; Procgen begins nothing anew
+        self.obs, _ = envs.reset()  # to act on next; another reset starts no new games
         self.seen = []  # observations of the present rollout, each (N, C, H, W)
         self.bonuses = []
 
@@ -80,7 +80,7 @@ class Curious(gym.vector.VectorWrapper):
                     loss = self.errors(rows[piece.numpy()]).sum() / len(minibatch)
                     loss.backward()
                 for weights in self.predictor.parameters():
-                    if weights.grad is not None:  # but for its value's, which is not asked for
+                    if weights.grad is not None:  # None: the value head's, no part of the loss
                         weights.grad = script.sum_over_ranks(weights.grad) / script.WORLD
                 self.optimizer.step()
         self.mean_bonus = float(np.mean(self.bonuses))

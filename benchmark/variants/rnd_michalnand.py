@@ -2,10 +2,12 @@
 
     python benchmark/variants/rnd_michalnand.py --env-id MontezumaRevenge --config rnd_1
 
-Source: github.com/michalnand/reinforcement_learning; its RND is its SND but for the bonus: half the
-sum of 512 squared errors, at most 1. Departures as in ppo_atari_snd.py; b2, b3 update a deviation a
-piece at a time. Guesses: B's paddings, D's gains and ReLU. Not measured here; his rnd_1 has 6,219
-on Montezuma's Revenge at 128M steps (mean of 3 runs).
+Source: github.com/michalnand/reinforcement_learning; its RND is its SND but for a fixed target,
+frames less their mean, and the bonus: half the sum of 512 squared errors, at most 1. Departures as
+in ppo_atari_snd.py; b2, b3 update a deviation a piece at a time; A's critic adds its hidden layer's
+input to its output (his: the output before the ReLU to that after it). Guesses: B's paddings, D's
+gains and ReLU. --target, --snd-net and --snd-preprocess do nothing here. Not measured; his rnd_1
+has 6,219 on Montezuma's Revenge at 128M steps (mean of 3 runs).
 """
 
 import sys
@@ -81,7 +83,9 @@ class Agent(script.Agent):
         for width in widths:
             self.trunk.extend([script.layer(nn.Linear(size, width)), nn.ReLU()])
             size = width
-        hidden = Residual if policy == "a" else nn.Linear  # nothing negative for the ReLU after it
+        hidden = (
+            Residual if policy == "a" else nn.Linear
+        )  # never negative: the ReLU in forward() changes nothing
         self.hidden_policy = script.layer(nn.Linear(size, size), 0.01)
         self.hidden_value = script.layer(hidden(size, size), critic_gain)
         self.policy = script.layer(nn.Linear(size, num_actions), 0.01)

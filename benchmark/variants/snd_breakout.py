@@ -1,10 +1,12 @@
-"""SND-V as in michalnand's older "snd" run on Breakout: another network, pixelated pairs.
+"""SND-V as in michalnand's older "snd" run on Breakout: other convolutions, pixelated pairs.
 
     python benchmark/variants/snd_breakout.py --env-id Breakout --ext-coef 0 --eta 0.256 \\
         --num-envs 32 --minibatch-size 128 --fire-reset  # the bonus only, no reward
 
 Source: github.com/michalnand/reinforcement_learning. It replaces two things in ppo_atari_snd.py:
-the convolutions of `--snd-net elu4`, and `hide_tiles`, which distorts the frames of a pair.
+the convolutions of `--snd-net elu4` (target and predictor), and `hide_tiles`, which distorts the
+frames of a pair. The policy's network stays the script's (his run's: a last convolution of 64, not
+128, and no linear layer that policy and critic share).
 """
 
 import sys

@@ -1,11 +1,13 @@
-"""ppo_atari_snd.py on Procgen's exploration games: one hard level of a game, a reward at its end.
+"""ppo_atari_snd.py on Procgen's exploration games: one hard level of a game, few rewards.
 
     python benchmark/variants/snd_procgen.py --env-id coinrun --snd-preprocess none
 
 Source: Pechac et al. 2023, arXiv:2302.11563: 64 x 64 RGB, two frames, one random action in 100,
-signs of rewards, a narrower last convolution; target and predictor see the newest frame. Its games
-are caveflyer, climber, coinrun, jumper. Not measured here; michalnand's curves (mean of 3 seeds, at
-4M and 8M steps): SND (cnd_1) 7.4 and 9.8 on coinrun, 6.8 and 9.9 on jumper; PPO and RND 0.
+the game's own rewards, a narrower last convolution; target and predictor see the newest frame. Its
+games are caveflyer, climber, coinrun, jumper. Departure: the narrower one is the policy's only (the
+paper's target and predictor have it too with std and vic). Not measured here; michalnand's
+curves (mean of 3 seeds, at 4M and 8M steps): SND (cnd_1) 7.4 and 9.8 on coinrun, 6.8 and 9.9 on
+jumper; PPO and RND 0.
 
 The script takes an observation's last channel for the newest frame. So a frame is packed into one
 channel of twice the side, a pixel's colours into a square, and Agent and SND unpack it. Procgen's
@@ -67,7 +69,7 @@ class ExplorationEnvs(gym.vector.VectorWrapper):
         actions = np.where(self.rng.random(self.num_envs) < self.random_action, drawn, actions)
         actions = np.where(self.done, 4, actions)  # the no-op
         obs, reward, ended, _, info = self.env.step(actions)
-        reward = np.where(self.done, 0, np.sign(reward))
+        reward = np.where(self.done, 0, reward)
         self.done = ended & ~self.done
         self.shown = np.where(self.done[:, None, None, None], self.shown, self.pack(obs))
         return self.shown, reward, self.done, np.zeros_like(self.done), info
@@ -76,6 +78,8 @@ class ExplorationEnvs(gym.vector.VectorWrapper):
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if any(getattr(args, name) != getattr(Args, name) for name in ATARI.split()):
         raise script.UsageError(f"only Atari has {ATARI}")
+    if args.stack < 1:
+        raise script.UsageError(f"--stack {args.stack}: at least 1")
     options = {"env_name": args.env_id, "distribution_mode": "exploration"}
     options |= {"rand_seed": script.stream_seed(args.seed, stream)}
     options |= {"num_threads": args.env_threads or script.CORES}
