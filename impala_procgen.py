@@ -365,9 +365,9 @@ class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. At most the dataset that the learner waits for and `ahead` more are begun; a
-    group with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD
-    steps ago, and ages further while it is trained on. With `ahead` = 0 nobody acts meanwhile.
+    make a dataset. At most the one that the learner waits for and `ahead` more are begun; a group
+    with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD steps
+    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -586,7 +586,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 agent.version += 1
                 actors.publish(agent)
 
-            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
@@ -743,7 +743,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
+        raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved
 
 
@@ -760,7 +760,7 @@ class Logger:
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
         if RANK == 0 and self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:

@@ -102,7 +102,7 @@ class Args:
     # environment
     repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
     noop_max: int = 30  # 1 to this many no-ops at an episode's start, one less with FIRE
-    fire_reset: bool = False  # press FIRE at a game's start
+    fire_reset: bool = False  # press FIRE at an episode's start
     episodic_life: bool = False  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 4500  # agent steps after which a game is cut
     frame_size: Literal[84, 96] = 96  # pixels a side, grey
@@ -728,7 +728,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             means = {name: mean.item() for name, mean in means.items()}
             logger.lap("learn")
 
-            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             next_step = step + batch_size
@@ -873,7 +873,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
+        raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved
 
 
@@ -890,7 +890,7 @@ class Logger:
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
         if RANK == 0 and self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:

@@ -514,7 +514,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     optimizer.step()
 
-            # Metrics: with torchrun `means` are all ranks', the rest rank 0's
+            # Metrics: with torchrun the losses are all ranks', the games rank 0's
             divisor = args.update_epochs * num_minibatches * WORLD  # a mean over all minibatches
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
@@ -666,7 +666,7 @@ def load_checkpoint(run: str) -> dict:
     except Exception as error:  # a damaged or foreign file raises nearly anything
         raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: made by {script}.py, not by this {SCRIPT}.py")
+        raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved
 
 
@@ -683,7 +683,7 @@ class Logger:
         self.laps = defaultdict(float)
         self.mark = time.perf_counter()
         if RANK == 0 and self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume goes on if it was saved")
+            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
         hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:

@@ -6,8 +6,8 @@ The script trains; between its iterations the same process measures, in turn wit
 product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
 the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
 a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
-iteration between two rounds (the synchronous scripts book their targets under it). Shares are medians over the
-rounds. Nothing else may run. Rows are agent steps, with all their epochs. Asynchronous scripts need --sync
+iteration between two rounds (the synchronous scripts book their targets under time/policy_s). Shares are medians over
+the rounds. Nothing else may run. Rows are agent steps, with all their epochs. Asynchronous scripts need --sync
 --num-groups 1: one thread at a time. On the CPU.
 """
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
-UNCOUNTED = {  # flags with passes, layers or a precision that `networks` does not know, or with other steps
+UNCOUNTED = {  # flags with passes or layers that `networks` does not know
     "ppo_atari_rnd": ("memory",),
     "ppo_atari_snd": ("target", "motivation_passes"),
 }
@@ -227,7 +227,7 @@ def main(argv=None) -> int:
     for name in ("precision", "resume", *UNCOUNTED.get(options.script, ())):
         value = getattr(args, name)
         if value != getattr(module.Args(), name):
-            parser.error(f"--{name.replace('_', '-')} {value}: its passes and layers are not counted here")
+            parser.error(f"--{name.replace('_', '-')} {value}: not measured here")
     if args.device not in ("auto", "cpu"):
         parser.error(f"--device {args.device}: on a CPU only")
     args.device = "cpu"

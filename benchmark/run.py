@@ -180,9 +180,9 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
             with open(run / name, newline="") as file:
                 rows = [row for row in csv.DictReader(file) if None not in row.values()]
         elif name == "config.json":
-            config = json.loads((run / name).read_text())
+            config = json.loads((run / name).read_text() or "{}")  # a full disk leaves it empty
         else:
-            evaluation = json.loads((run / name).read_text())
+            evaluation = json.loads((run / name).read_text() or "null")
     seconds, before = 0.0, 0
     for row in rows:
         seconds, before = seconds + (int(row["step"]) - before) / float(row["time/sps"]), int(row["step"])
@@ -237,7 +237,7 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
         if (run / "checkpoint.pt").exists():
             command += ["--resume", str(run), *job.command[2:]]
             with open(run / "revisions", "a") as file:  # config.json only has the last part's
-                config = json.loads((run / "config.json").read_text() or "{}")  # a full disk empties it
+                config = json.loads((run / "config.json").read_text() or "{}")
                 print(config.get("git", "unknown"), file=file)
         else:
             if run.exists():  # stopped before its first checkpoint

@@ -60,7 +60,7 @@ ALIKE = {  # flags that give a script its counterpart's network and loss, as far
     "appo_atari": "--max-grad-norm 0.5",
     "ppo_atari_rnd": "--warmup-steps 16 --max-grad-norm 0.5",
 }
-# What CleanRL's files have no flag for, and what changes the work.
+# What changes the work and has no flag in CleanRL's files.
 FIXED = "channels pool stack distribution_mode num_levels frame_size memory rnd_features vtrace".split()
 ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the reserve of rollouts
 STARPILOT = "--env-id starpilot --num-envs 64 --num-steps 32"
@@ -261,8 +261,6 @@ def child(options, flags: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=[*fixed, *flags, *CHANGED.get(variant, [])])
-        if args.resume:
-            raise script.UsageError("--resume: its steps would count, and the run would change")
         if options.against == "cleanrl":
             cleanrl_flags(script, args)  # rather refused now than after our own measurement
         if variant == "sample-factory":
@@ -401,10 +399,15 @@ def beside_baseline(options, flags: list[str]) -> dict:
     for _ in range(options.pairs):
         for variant, list_of_results in results.items():
             command = [sys.executable, __file__, options.name, "--child", variant, *map(str, shared), "--", *flags]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError((done.stderr or done.stdout).strip())
-            list_of_results.append(json.loads(done.stdout.splitlines()[-1]))
+            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            try:
+                output, errors = running.communicate()
+            finally:  # not killed: it ends what it has begun
+                running.terminate()
+                running.wait()
+            if running.returncode:
+                raise RuntimeError((errors or output).strip())
+            list_of_results.append(json.loads(output.splitlines()[-1]))
             show(list_of_results[-1])
     if not options.against:
         return dict(results=results)
@@ -482,6 +485,9 @@ def main(argv=None) -> int:
     flags = argv[end + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parsed(parser, argv[:end])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is running, and a worktree, end with it
+    if any(word.startswith("--resume") for word in flags):
+        parser.error("--resume: its steps would count, and the run would change")
     if options.child:
         try:
             print(json.dumps(child(options, flags)))
@@ -490,7 +496,6 @@ def main(argv=None) -> int:
                 raise
             parser.error(str(error))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is running, and a worktree, end with it
     if options.against == "cleanrl" and not options.name:
         return cleanrl_rows(options, flags)
     if options.json:

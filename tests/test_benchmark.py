@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,7 +224,7 @@ def test_speed_beside_cleanrl_at_equal_sizes_only():
 FAKE_SAMPLE_FACTORY = """#!/bin/sh
 sleep 300 &
 echo $! > $0.worker
-for i in 1 2 3 4 5 6 7 8 9; do
+for i in $(seq 100); do
     echo "Fps is ... Total num frames: ${i}000"
     sleep 0.2
 done
@@ -238,19 +237,12 @@ def test_speed_beside_sample_factory(tmp_path):
     python.write_text(FAKE_SAMPLE_FACTORY)
     python.chmod(0o755)
     args = speed.load("appo_atari").Args(run_dir=str(tmp_path), device="cpu")
-    assert speed.sample_factory(args, 1.3, str(python))["sps"] == pytest.approx(1000 / 4 / 0.2, rel=0.5)
+    assert speed.sample_factory(args, 3, str(python))["sps"] == pytest.approx(1000 / 4 / 0.2, rel=0.5)
     worker = int((tmp_path / "python.worker").read_text())
-    state = Path(f"/proc/{worker}/stat")
     until = time.monotonic() + 10
-    while state.exists() and state.read_text().split()[2] != "Z":  # dead, if nobody has waited for it
-        assert time.monotonic() < until
+    while (state := subprocess.getoutput(f"ps -o state= -p {worker}")) not in ("", "Z"):  # Z: dead, not waited for
+        assert time.monotonic() < until, state
         time.sleep(0.1)
-
-
-def test_speed_does_not_go_on_with_a_run(capsys):
-    """Its earlier steps would count as measured ones."""
-    assert speed.main("ppo_procgen --pairs 1 -- --resume runs/x".split()) == 1
-    assert "--resume: its steps would count" in capsys.readouterr().err
 
 
 def test_the_floor_counts_the_rows_that_are_trained():
@@ -273,10 +265,11 @@ REFUSED = [
     (floor, "appo_atari -- --sync", ["appo_atari", "--num-groups 1"]),
     (floor, "ppo_procgen -- --minibatch-size 1", ["--minibatch-size 1", "must be from 2"]),
     (floor, "ppo_procgen -- --device cuda", ["--device cuda", "CPU"]),
-    (floor, "ppo_atari_rnd -- --memory gru", ["--memory gru", "not counted"]),
-    (floor, "ppo_procgen -- --precision bf16", ["--precision bf16", "not counted"]),
-    (floor, "ppo_atari_snd -- --motivation-passes one", ["--motivation-passes one", "not counted"]),
+    (floor, "ppo_atari_rnd -- --memory gru", ["--memory gru", "not measured"]),
+    (floor, "ppo_procgen -- --precision bf16", ["--precision bf16", "not measured"]),
+    (floor, "ppo_atari_snd -- --motivation-passes one", ["--motivation-passes one", "not measured"]),
     (speed, "--against fp32 ppo_procgen", ["ppo_procgen", "comes first"]),
+    (speed, "ppo_procgen -- --resume runs/x", ["--resume", "its steps would count"]),
     (speed, "ppo_procgen --pairs 0", ["--pairs 0", "at least 1"]),
     (speed, "ppo_procgen --against sync", ["ppo_procgen", "cleanrl, fp32"]),
     (speed, "--script ppo_procgen", ["--against cleanrl or REVISION"]),

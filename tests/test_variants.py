@@ -307,8 +307,10 @@ def test_pbt_exploits_and_explores(tmp_path):
 def test_pbt_ends_when_a_trial_fails(tmp_path):
     """Ray's scheduler would let the others wait for it for ever."""
     command = [sys.executable, FOLDER / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
-    command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e30 1e31 --".split()
-    assert subprocess.run([*command, *PBT], capture_output=True, timeout=600).returncode == 1
+    command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e31 --".split()  # drawn: 5e7 and 1e-9
+    assert subprocess.run([*command, *PBT, "--seed", "1"], capture_output=True, timeout=600).returncode == 1
+    (error,) = (tmp_path / "pbt" / "tune").glob("*/error.txt")
+    assert "a loss is not finite" in error.read_text()
 
 
 def test_pbt_refuses_in_one_line(variant, tmp_path, capsys):
@@ -317,7 +319,12 @@ def test_pbt_refuses_in_one_line(variant, tmp_path, capsys):
     assert pbt.main(["ppo_procgen", str(tmp_path), "--slice-steps", "512", "--", *PBT]) == 2
     assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--ent-coef", "0", "0.03", "--", *PBT]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3 and "--total-timesteps 100" in errors[0] and "exists" in errors[1] and "0" in errors[2]
+    assert (
+        len(errors) == 3
+        and "--total-timesteps 100" in errors[0]
+        and "exists" in errors[1]
+        and "LogUniform" in errors[2]
+    )
     assert not list(tmp_path.iterdir())
 
 

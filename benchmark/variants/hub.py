@@ -3,7 +3,8 @@
     python benchmark/variants/hub.py runs/NAME user/repository --dry-run  # writes runs/NAME-hub
     python benchmark/variants/hub.py runs/NAME user/repository            # writes and sends it
 
-Sending needs `pip install huggingface_hub` and `hf auth login`. `--film` adds a film.
+Sending needs `pip install huggingface_hub` and `hf auth login`. An .mp4 in the run folder,
+or --film, goes along.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def card(config: dict, evaluation: dict, film: Path | None) -> str:
         step=evaluation["step"],
         table="\n".join(rows),
         film="\n[A film](replay.mp4)\n" if film else "",
-        command=command_of(script, config["args"], config["ranks"]),
+        command=command_of(script, config["args"], config.get("ranks", 1)),
         versions=", ".join(versions),
         **config,
     )
@@ -94,9 +95,10 @@ def write(run: Path, film: Path | None, folder: Path):
     (folder / "README.md").write_text(card(config, evaluation, film))
     for name in ("checkpoint.pt", "config.json", "eval.json", "metrics.csv"):
         shutil.copy(run / name, folder)
-    (folder / "replay.mp4").unlink(missing_ok=True)
     if film:
         shutil.copy(film, folder / "replay.mp4")  # the name that the Hub shows
+    else:
+        (folder / "replay.mp4").unlink(missing_ok=True)  # an earlier film
 
 
 def main(argv=None) -> int:

@@ -61,7 +61,7 @@ class Attention(nn.Module):
         return x + F.relu(self.mix(x))
 
 
-class Residual(nn.Linear):
+class Residual(nn.Linear):  # of ReLU's outputs: never negative, and forward()'s ReLU does nothing
     def forward(self, x):
         return x + F.relu(super().forward(x))
 
@@ -83,9 +83,7 @@ class Agent(script.Agent):
         for width in widths:
             self.trunk.extend([script.layer(nn.Linear(size, width)), nn.ReLU()])
             size = width
-        hidden = (
-            Residual if policy == "a" else nn.Linear
-        )  # never negative: the ReLU in forward() changes nothing
+        hidden = Residual if policy == "a" else nn.Linear
         self.hidden_policy = script.layer(nn.Linear(size, size), 0.01)
         self.hidden_value = script.layer(hidden(size, size), critic_gain)
         self.policy = script.layer(nn.Linear(size, num_actions), 0.01)
