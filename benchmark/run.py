@@ -79,6 +79,7 @@ SUITES = {
         ("ppo_procgen:narrow-1m", ["fruitbot", "coinrun", "bossfight"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:narrow-1m-bf16", ["jumper"], 1, f"{NARROW} --precision bf16 --total-timesteps 1000000"),
         ("ppo_procgen:narrow-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16"),
+        ("ppo_procgen:narrow-8m", ["bigfish"], 1, NARROW),  # the same where the CPU has no AVX512-BF16
         ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 2000000"),
