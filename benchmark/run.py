@@ -83,6 +83,7 @@ SUITES = {
         ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 2000000"),
+        ("impala_procgen:narrow-sync", ["starpilot"], 1, f"{NARROW} --sync --total-timesteps 2000000"),
     ],
     "gpu": [
         ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
