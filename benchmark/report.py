@@ -362,8 +362,13 @@ def report(results: Path = RESULTS) -> str:
     return "\n".join(["# Results", "", *suite_tables(results)])
 
 
-IMPALA = "impala_procgen_starpilot_1m/long_fragments_64"
-NO_SUITE = {"starpilot": [("impala_procgen, 1M steps", [f"{IMPALA}_seed1", f"{IMPALA}_seed2"])]}
+IMPALA = "impala_procgen_starpilot_1m"
+NO_SUITE = {
+    "starpilot": [
+        ("impala_procgen, 1M steps", [f"{IMPALA}/long_fragments_64_seed1", f"{IMPALA}/long_fragments_64_seed2"]),
+        ("impala_procgen --no-sync, 1M steps", [f"{IMPALA}/overlap_seed1"]),
+    ]
+}
 
 
 def picture(results: Path = RESULTS):

@@ -82,7 +82,6 @@ SUITES = {
         ("ppo_procgen:narrow-8m", ["bigfish"], 1, NARROW),  # the same where the CPU has no AVX512-BF16
         ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
-        ("impala_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 2000000"),
         ("impala_procgen:narrow-sync", ["starpilot"], 1, f"{NARROW} --sync --total-timesteps 2000000"),
     ],
     "gpu": [

@@ -14,9 +14,10 @@ Beside a baseline `--warmup` iterations are discarded, then `--iterations` of eq
 runs for `--seconds`, its first report discarded). "cleanrl" is the file of CleanRL's in CLONE that does what the script
 does (cleanrl_shim.py runs it), at the sizes of the flags; ppo_procgen.py gets its network and loss, the others its
 clipping of gradients. Without a script's name the rows of ROWS are measured, each to a file in FOLDER.
-"sync" is an asynchronous script without overlap, "fp32" the script without the --precision bf16 or --compile of the
-flags. Peers run with a python of their own, --peer-python (peers.sh makes them): "sample-factory" (2.1.1) and "sb3"
-(Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for appo_atari.
+"sync" is APPO whose actors rest while it learns, "overlap" IMPALA whose actors do not, "fp32" the script without the
+--precision bf16 or --compile of the flags. Peers run with a python of their own, --peer-python (peers.sh makes them):
+"sample-factory" (2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for
+appo_atari.
 
 Beside another revision, which is checked out into a temporary git worktree, whole processes are timed, from the start
 of Python to its end, nothing subtracted, each script with the flags in PROCESSES and those after `--`, which both
@@ -45,12 +46,16 @@ UNKNOWN = float("nan")
 
 BASELINES = {
     "ppo_procgen": ("cleanrl", "fp32"),
-    "impala_procgen": ("sync", "fp32"),
+    "impala_procgen": ("overlap", "fp32"),
     "ppo_atari_rnd": ("cleanrl", "fp32"),
     "ppo_atari_snd": ("fp32",),
     "appo_atari": ("cleanrl", "sync", "sample-factory", "sb3", "fp32"),
 }
-CHANGED = {"sync": ["--sync"], "fp32": ["--precision", "fp32", "--no-compile"]}  # the script itself, with these flags
+CHANGED = {  # the script itself, with these flags
+    "sync": ["--sync"],
+    "overlap": ["--no-sync"],
+    "fp32": ["--precision", "fp32", "--no-compile"],
+}
 
 COUNTERPARTS = {"ppo_procgen": "ppo_procgen", "appo_atari": "ppo_atari_envpool", "ppo_atari_rnd": "ppo_rnd_envpool"}
 ALIKE = {  # flags that give a script its counterpart's network and loss, as far as it has them
@@ -282,7 +287,7 @@ PROCESSES = {  # flags of whole processes timed beside another revision: some it
     "ppo_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 64 --num-steps 32 --minibatch-size 1024 "
     "--total-timesteps 8192",
     "impala_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 16 --num-groups 2 --num-steps 50 "
-    "--minibatch-size 400 --update-epochs 3 --replay-proportion 0 --total-timesteps 6400",
+    "--minibatch-size 400 --update-epochs 3 --replay-proportion 0 --sync --total-timesteps 6400",
     "ppo_atari_rnd": "--env-id MontezumaRevenge --num-envs 16 --num-steps 128 --minibatch-size 512 "
     "--predictor-share 0.25 --warmup-steps 50 --total-timesteps 8192",
     "ppo_atari_snd": "--env-id MontezumaRevenge --num-envs 16 --num-steps 64 --minibatch-size 256 "

@@ -20,6 +20,7 @@ KINDS = {  # `many`: an iteration of 64 rows; `half`: of 32
     ),
 }
 COMMON = dict(num_envs=4, num_groups=1, num_steps=16, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+COMMON |= dict(sync=False)
 
 
 @pytest.fixture(params=list(KINDS))

@@ -289,7 +289,7 @@ def test_a_signal_does_not_cut_the_saving_of_a_failed_run_short(script, monkeypa
 def test_command_line_alone_in_an_empty_folder(name, tmp_path):
     """The file copied to an empty folder runs, and stops on a signal with 130 and a checkpoint to resume from."""
     shutil.copy(ROOT / f"{name}.py", tmp_path)
-    command = [sys.executable, f"{name}.py", *KINDS[name].replace("--sync ", "").split(), "--run-name", "a"]
+    command = [sys.executable, f"{name}.py", *KINDS[name].replace("--sync", "--no-sync").split(), "--run-name", "a"]
     pipes = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen([*command, "--total-timesteps", "1000000"], **pipes)
     lines = (line for line in process.stdout if line.startswith("step "))
