@@ -396,9 +396,11 @@ def picture(results: Path = RESULTS):
             for values in filter(None, curves):
                 panel.plot(*smooth(values, values[-1][0] / 50), f"C{i}", linewidth=1)
             panel.plot([], [], f"C{i}", label=f"{name}, n = {len(curves)}")
-        points = next((cell["checkpoints"] for cell in group if cell["checkpoints"]), [])
-        for marker, (what, known) in zip("*^", points, strict=False):
-            panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what.split(' (')[0]}")
+        points = {}  # of all the panel's rows, those of the longest last
+        for cell in sorted(group, key=lambda cell: cell["steps"]):
+            points |= {what.split(" (")[0]: known for what, known in cell["checkpoints"]}
+        for marker, (what, known) in zip("*^v", points.items(), strict=False):
+            panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what}")
         panel.set(title=game, xlabel="agent steps", ylabel="return of training games")
         panel.legend(fontsize="x-small")
     for panel in axes.flat[len(games) :]:
