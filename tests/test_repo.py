@@ -137,8 +137,8 @@ def test_readme_command_runs(words, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", SMOKE, ids=lambda words: words[1])
 def test_readme_smoke_command_runs(words, tmp_path):
-    """It ends well in less than a minute; if not, it prints where its threads are."""
-    limit = ["timeout", "-s", "ABRT", "60", sys.executable, "-X", "faulthandler"]
+    """It ends well; if it hangs (a slow, shared core takes a minute and more), it prints where its threads are."""
+    limit = ["timeout", "-s", "ABRT", "180", sys.executable, "-X", "faulthandler"]
     done = subprocess.run([*limit, ROOT / words[1], *words[2:]], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "smoke" / "eval.json").exists(), done.stderr
