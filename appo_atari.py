@@ -460,7 +460,7 @@ class Actors:
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
     make a dataset. At most the one that the learner waits for and `ahead` more are begun; a group
     with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD steps
-    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
+    ago, and ages further while it is trained on. With `ahead` 0 and `size` 1 groups take turns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):

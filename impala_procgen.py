@@ -5,8 +5,8 @@
     python impala_procgen.py --resume runs/NAME          # go on with a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. Groups of environments are stepped by a thread each, with the newest weights, and
-rest while the learner trains, unless --no-sync (--compile, --precision: for the learner only).
+arXiv:1912.01588. Groups of environments take turns: one plays a batch, the learner trains, the next
+plays. --no-sync: groups play meanwhile, a thread each. --compile, --precision: of the learner only.
 
 Measured on starpilot, all levels, with `--channels 16 32 32`, mean training return from 0.9M to 1M
 steps: 6.3 and 5.7 in bf16 (two seeds); with --no-sync, in fp32, 3.0 (one seed), where an agent that
@@ -17,7 +17,7 @@ this game. The entry's, without replay, in fp32, reach 2.8 (one seed):
         --lr 0 1e-4 1e6 5e-4 8e6 1e-4 --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
 
 Unlike the paper, as in the entry's code (RLlib 0.8.7 on TensorFlow 2.3, graph mode): Adam, average
-pooling before a ReLU, frames t-3 and t as input. The replay is the paper's (section 5.2.2).
+pooling before a ReLU, frames t-3 and t. Replay in batches of its own (paper: half of each batch).
 
 Departures, effects not measured: losses are means over rows; the entry sums a batch of 1,600, so
 its Adam's epsilon (1e-8) and limit of the gradient (0.5; the one above) are divided by 1,600 here.
@@ -92,8 +92,8 @@ class Args:
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
-    num_envs: int = 128  # parallel environments, of each process under torchrun
-    num_groups: int = 4  # groups of them, each stepped by a thread of its own
+    num_envs: int = 128  # environments, of each process under torchrun
+    num_groups: int = 4  # groups of them; they play a batch's rollouts in turn
     # optimisation
     num_steps: int = 64  # length of a group's rollout; a fragment is one environment's part
     minibatch_size: int = 2048  # rows of a batch, whole rollouts; a pass over it is one SGD step
@@ -367,7 +367,7 @@ class Actors:
     Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
     make a dataset. At most the one that the learner waits for and `ahead` more are begun; a group
     with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD steps
-    ago, and ages further while it is trained on. With `ahead` = 0 nobody acts while it learns.
+    ago, and ages further while it is trained on. With `ahead` 0 and `size` 1 groups take turns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -500,8 +500,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     for g in range(args.num_groups):
         seed = stream_seed(args.seed, f"{stream} actions {g}")
         groups.append(Group(envs[g], seed, device, head_start=g * T))
-    replay_rng = random.Random(args.seed)  # the same draws on all ranks
-    ring = deque(maxlen=args.replay_slots)  # the newest batches
+    replay_rng = random.Random(args.seed)  # all ranks need equally many passes
+    ring = deque(maxlen=args.replay_slots * (args.replay_proportion > 0))  # the newest batches
     num_fragments = args.minibatch_size // T
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     piece_fragments = max(1, micro_batch // T)  # V-trace needs whole ones
@@ -532,7 +532,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     try:
         while step < total:
             logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
-            # Batch: whole rollouts, side by side; the next ones are under way meanwhile
+            # Batch: whole rollouts, side by side; with --no-sync the next are begun
             dataset = actors.dataset()
             new_batch = {}
             for name in dataset[0]["columns"]:
@@ -548,11 +548,11 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             num_replayed += replay_rng.random() < args.replay_proportion % 1  # a chance of one more
             replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
 
-            # Update: the new batch, then the replayed ones, each in several passes
+            # Update: the new batch, then the replayed ones, each update_epochs times
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            sums = defaultdict(float)  # of the new batch's means, over its passes
+            sums = defaultdict(float)  # of the batches' means, over passes
             values, targets = [], []  # of its first pass
             passes = [new_batch] * args.update_epochs
             for old_batch in replayed:
@@ -570,9 +570,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     loss = shares["policy"] + args.vf_coef * shares["value"]
                     loss -= ent_coef * shares["entropy"]
                     loss.backward()
-                    if is_new:
-                        for name, share in shares.items():
-                            sums[name] += share.detach()
+                    for name, share in shares.items():
+                        sums[name if is_new else f"replay/{name}"] += share.detach()
                     if p == 0:
                         values.append(value[:-1].detach())
                         targets.append(vs)
@@ -586,12 +585,10 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 agent.version += 1
                 actors.publish(agent)
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
-            # A replayed pass has no part in the means, but its NaN stays in the weights: the last
-            # pass's norm shows it.
             if not np.isfinite(sum(means.values()) + grad_norm.item()):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
@@ -616,6 +613,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
                 "replay/count": num_replayed,
+                "replay/rho_mean": means["replay/rho"] / num_replayed if num_replayed else None,
                 "time/env_s": sum(rollout["env_s"] for rollout in dataset),
                 "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
             }

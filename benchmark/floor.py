@@ -7,8 +7,8 @@ product; rows a second of every convolution and linear layer of the script's net
 the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
 a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
 iteration between two rounds (the synchronous scripts book their targets under time/policy_s). Shares are medians over
-the rounds. Nothing else may run. Rows are agent steps, with all their epochs. Asynchronous scripts need --sync
---num-groups 1: one thread at a time. On the CPU.
+the rounds. Nothing else may run. Rows are agent steps, with all their epochs. Scripts with groups need --sync
+--num-groups 1 (IMPALA: --num-envs 32 too): one thread at a time. On the CPU.
 """
 
 import argparse

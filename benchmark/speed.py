@@ -450,9 +450,7 @@ def parsed(parser, own: list[str]):
     parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
     parser.add_argument("--pairs", type=int, help="measurements of each, A B A B = 2; default 2, without a name 4")
     parser.add_argument("--iterations", type=int, help="iterations measured in each process, default 2")
-    parser.add_argument(
-        "--warmup", type=int, help="iterations discarded before them, default 1, of asynchronous scripts 3"
-    )
+    parser.add_argument("--warmup", type=int, help="iterations discarded before them, default 1, of IMPALA and APPO 3")
     parser.add_argument("--json", type=Path, help="write all figures to this file too; of all rows, to this folder")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(own)

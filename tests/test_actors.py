@@ -1,4 +1,4 @@
-"""The actors of the asynchronous scripts beside the learner, and what becomes of them when a run ends."""
+"""The actors of IMPALA and APPO beside the learner, and what becomes of them when a run ends."""
 
 import importlib
 import threading

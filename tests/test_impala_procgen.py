@@ -150,6 +150,8 @@ def test_replay_leaves_the_statistics_of_new_batches_alone(tmp_path):
     assert rows[0][1]["episode/return"] == rows[1][1]["episode/return"]  # scripted, whatever the actions are
     assert [row["replay/count"] for row in rows[0]] == ["0"] * 2
     assert [row["replay/count"] for row in rows[1]] == ["2"] * 2
+    assert [row["replay/rho_mean"] for row in rows[0]] == [""] * 2
+    assert 0.5 < float(rows[1][0]["replay/rho_mean"]) < 1 == float(rows[1][0]["train/rho_mean"])  # older rows: below 1
     assert [row["async/policy_lag_max"] for row in rows[1]] == ["0"] * 2
     assert rows[0][1]["loss/value"] != rows[1][1]["loss/value"]
 

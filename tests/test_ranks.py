@@ -30,7 +30,7 @@ CASES = {
 }
 DRAWN = {  # what ranks draw for themselves: actions, rows, pairs, replayed batches; and overlap
     "ppo_procgen": dict(channels=(4, 4, 4)),
-    "impala_procgen": dict(channels=(4, 4, 4), num_groups=2, replay_slots=2, replay_proportion=0.5),
+    "impala_procgen": dict(channels=(4, 4, 4), num_groups=2, sync=False, replay_slots=2, replay_proportion=0.5),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=0.1),
     "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, target="vic"),
     "appo_atari": dict(num_minibatches=2, num_groups=2, vtrace=True),
