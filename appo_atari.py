@@ -13,9 +13,9 @@ by a thread each, with the newest weights, while the learner trains on what is c
 and --precision change the learner only).
 
 Measured with the second command's flags. Breakout after 10M steps, one seed: in training 489
-(CleanRL's EnvPool PPO 211 +- 88), in 100 games 516 +- 17. Of an earlier version, whose value clip
-had another centre: Pong after 500,000 steps 16.6 +- 2.6 (3 seeds), steps a second 2.1 times Sample
-Factory 2.1.1's (16 environments, two pairs of runs). The default setting was not run yet.
+(CleanRL's PPO: 211 +- 88 with EnvPool, 415 +- 16 without), in 100 games 516 +- 17. Of an earlier
+version, whose value clip had another centre: Pong after 500,000 steps 16.6 +- 2.6 (3 seeds), steps
+a second 2.1 times Sample Factory 2.1.1's (16 environments, two pairs). Not run: the default.
 
 Unlike a textbook PPO, as in Sample Factory:
 - the ratio is clipped to [1 / (1 + clip), 1 + clip], and clamped to [0.05, 20] before;

@@ -93,7 +93,7 @@ class Args:
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
     num_envs: int = 128  # environments, of each process under torchrun
-    num_groups: int = 4  # groups of them; they play a batch's rollouts in turn
+    num_groups: int = 4  # groups of them; group k % num_groups plays rollout k
     # optimisation
     num_steps: int = 64  # length of a group's rollout; a fragment is one environment's part
     minibatch_size: int = 2048  # rows of a batch, whole rollouts; a pass over it is one SGD step

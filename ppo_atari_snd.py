@@ -3,7 +3,8 @@ r"""PPO with Self-supervised Network Distillation (SND) on Atari: Pechac et al. 
     python ppo_atari_snd.py --env-id MontezumaRevenge  # SND-V, 128M agent steps = 512M frames
     python ppo_atari_snd.py --resume runs/NAME         # go on with a stopped run
 
-    PAPER="--snd-preprocess none --motivation-passes one --minibatches permuted --noop-max 1"
+    PAPER="--snd-preprocess none --motivation-passes one --minibatches permuted --noop-max 1 \
+        --warmup-steps 0"
     python ppo_atari_snd.py $PAPER                     # SND-V by the paper's code; -STD, -VIC:
     python ppo_atari_snd.py $PAPER --target std --snd-net relu4 --target-gain 0.5 \
         --predictor-gain 0.5 --predictor-share 1 --predictor-sum --eta 1
@@ -16,15 +17,16 @@ arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.
 A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
 RND's random target, says the paper, gives similar frames similar features: its bonus is soon small.
 Here the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
-(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults: SND-V as in run
-cnd_21 of github.com/michalnand/reinforcement_learning, by his library of 2023 (three of the run's
-four logs are of an older one, without a penalty of large features, with noise on every frame).
+(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults: SND-V as run
+cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library of 2023 computes it
+(three of that run's four logs are older: no penalty of large features, noise on every frame).
 $PAPER: the settings of the paper's code.
 
 Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
 steps: in training 15.2 (michalnand's run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). The bonus
 on unseen screens of Pitfall over that on its first, after 384 SGD steps on the first (and before):
-SND-V 69 (7), SND-VIC 72 (1.0), SND-STD 1.18 (1.0); a random target, no worse, 80 (7).
+SND-V 69 (7), a random target 80 (7); with $PAPER's frames SND-VIC 72 (1), SND-STD 1.18 (1), a
+random target 280 (37).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
@@ -33,9 +35,10 @@ replacement.
 
 Departures from michalnand's and the paper's code ("theirs" is both), effects not measured:
 - EnvPool has another grey and resizing, plays a no-op with $PAPER too, and fills a new game's frame
-  stack with its first frame; rewards are signs (the paper's: only positive ones);
-- frame statistics are updated once a rollout (theirs: every step); its last row bootstraps from V
-  of the next observation (theirs: advantage 0), a game cut by time from its last (theirs ends);
+  stack with its first frame; rewards are signs (theirs: positive ones only, his since 2023);
+- frame statistics are updated once a rollout (theirs: every step), their deviation has no floor
+  (his: 8 grey levels); a rollout's last row bootstraps from V of the next observation (theirs:
+  advantage 0), a game cut by time from its last (theirs ends);
 - a game's last frame is learned too, from the row whose action is ignored; consecutive frames are
   never of two games; a random pair that is one frame counts as near;
 - the critic's features are rectified (not in the paper's code).
@@ -113,7 +116,7 @@ class Args:
     minibatch_size: int = 512  # rows per SGD step
     minibatches: Literal["drawn", "permuted"] = "drawn"
     """rows of a minibatch: drawn with replacement, or of one permutation for all epochs"""
-    update_epochs: int = 4  # passes over a rollout
+    update_epochs: int = 4  # uses of a row, with "drawn" on average
     lr: tuple[float, ...] = (1e-4,)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
     adam_eps: float = 1e-8  # Adam's epsilon
@@ -134,7 +137,7 @@ class Args:
     snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
     """target and predictor learn after the policy, in its minibatches or in one ordered pass"""
-    predictor_share: float = 0  # a squared error's chance to count; 0 = min(1, 32 / all envs)
+    predictor_share: float = 0  # of the squared errors, drawn anew; 0 = min(1, 32 / all envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
     # network
@@ -640,10 +643,9 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # Targets; the bonus of row t is for o_t, to which the action of row t - 1 led
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
-            ends = (terminations, dones)
             lam = args.gae_lambda
-            advantage_ext = gae(rewards, value_ext, *ends, args.gamma, lam)
-            advantage_int = gae(bonus, value_int, *ends, args.gamma_int, lam)
+            advantage_ext = gae(rewards, value_ext, terminations, dones, args.gamma, lam)
+            advantage_int = gae(bonus, value_int, terminations, dones, args.gamma_int, lam)
             advantages = args.ext_coef * advantage_ext + args.int_coef * advantage_int
             targets = torch.stack([advantage_ext, advantage_int], -1) + values[:T]
             is_valid = valid.bool()
@@ -696,16 +698,17 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             snd_sums = defaultdict(float)
             for index in minibatches:
                 minibatch = newest[index.to(device, non_blocking=True)]
-                drawn = torch.rand(len(index), args.snd_features, device=device) < predictor_share
-                num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1)  # single features, not rows
+                # A mask of single features, not of rows.
+                mask = torch.rand(len(index), args.snd_features, device=device) < predictor_share
+                num_kept = sum_over_ranks(mask.sum()).clamp(min=1)
                 optimizer.zero_grad()
                 for start in range(0, args.minibatch_size, micro_batch):
                     piece = slice(start, start + micro_batch)
                     with autocast:
                         errors = snd.errors(minibatch[piece])
-                    loss = (errors * drawn[piece]).sum()
+                    loss = (errors * mask[piece]).sum()
                     if not args.predictor_sum:
-                        loss = loss / num_drawn
+                        loss = loss / num_kept
                     loss.backward()
                     snd_sums["predictor"] += loss.detach()
                 if args.target == "v":  # pairs: one frame twice or two, at even odds
@@ -714,6 +717,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     second = torch.where(same, first, other)
                 else:  # consecutive frames: after an invalid row another game begins
                     kept = index[is_valid.flatten()[index]]  # on the CPU, or a GPU would wait here
+                    kept = kept if len(kept) > 1 else index  # VICReg's loss of one row is nan
                     first = kept.to(device, non_blocking=True)
                     second = first + N
                 with autocast:

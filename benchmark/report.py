@@ -54,7 +54,8 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
         ("atari", NO_REWARD, "michalnand's SND without reward", f"another policy network; {RUNNING}, one run")
     ],
     ("appo_atari", "", "game"): [
-        ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO", f"another batch; {TRAINING}, 3 runs")
+        ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO with EnvPool", f"another batch; {TRAINING}, 3 runs"),
+        ("atari", "CleanRL_ppo_atari", "CleanRL's PPO without EnvPool", f"another batch; {TRAINING}, 3 runs"),
     ],
 }
 

@@ -71,13 +71,14 @@ SUITES = {
         ("ppo_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
     ],
-    "two_cores": [  # beside published curves at equal steps; 1 to 20 hours each on one core
+    "two_cores": [  # beside published curves at equal steps; 1 to 20 hours each on one core, narrow-8m about 56
         ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 30"),
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
         ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
         ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
         ("ppo_procgen:narrow-1m", ["fruitbot", "coinrun", "bossfight"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:narrow-1m-bf16", ["jumper"], 1, f"{NARROW} --precision bf16 --total-timesteps 1000000"),
+        ("ppo_procgen:narrow-2m-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16 --total-timesteps 2000000"),
         ("ppo_procgen:narrow-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16"),
         ("ppo_procgen:narrow-8m", ["bigfish"], 1, NARROW),  # the same where the CPU has no AVX512-BF16
         ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),

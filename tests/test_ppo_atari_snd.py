@@ -281,6 +281,15 @@ def test_games_begin_anew_after_the_warm_up(tmp_path, monkeypatch):
     assert saved["snd"]["frames.sums"][0, 0, 0, 0] == pytest.approx(N * (WARMUP + 16) + 1e-4)
 
 
+@pytest.mark.parametrize("target", ["std", "vic"])
+def test_minibatches_without_consecutive_frames_of_a_game_have_a_loss(tmp_path, target):
+    """In step games of one action make each second row a dummy: its minibatch has no pair of one game."""
+    envs = Games([[([1.0], "terminated")]] * N, shape=SHAPE)
+    metrics, _ = run(tmp_path, envs, target=target, motivation_passes="one", minibatch_size=N)
+    assert metrics["train/valid_frac"] == 0.5
+    assert np.isfinite(metrics["loss/target"])
+
+
 def test_what_is_refused(tmp_path):
     """One message that names the flag, or the frames, before anything is written."""
     changes = [dict(minibatch_size=24), dict(minibatch_size=1), dict(num_envs=0), dict(warmup_steps=-1)]

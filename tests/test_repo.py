@@ -15,9 +15,9 @@ from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
     "ppo_procgen": (793, 38.0),
-    "impala_procgen": (870, 42.3),
-    "ppo_atari_rnd": (918, 46.1),
-    "ppo_atari_snd": (1000, 50.0),
+    "impala_procgen": (868, 42.3),
+    "ppo_atari_rnd": (918, 46.2),
+    "ppo_atari_snd": (1004, 50.2),
     "appo_atari": (990, 49.4),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
