@@ -23,10 +23,10 @@ cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library o
 $PAPER: the settings of the paper's code.
 
 Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
-steps: in training 15.2 (michalnand's run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). The bonus
-on unseen screens of Pitfall over that on its first, after 384 SGD steps on the first (and before):
-SND-V 69 (7), a random target 80 (7); with $PAPER's frames SND-VIC 72 (1), SND-STD 1.18 (1), a
-random target 280 (37).
+steps: in training 15.2 (michalnand 17.9), evaluated 18.0 +- 0.7 (random play 1.7). The bonus of
+older versions on unseen screens of Pitfall over that on its first, after 384 SGD steps there (and
+before): SND-V 69 (7), a random target 80 (7); with $PAPER's frames SND-VIC 72 (1), SND-STD 1.18
+(1), a random target 280 (37).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
