@@ -366,7 +366,10 @@ def report(results: Path = RESULTS) -> str:
 IMPALA = "impala_procgen_starpilot_1m"
 NO_SUITE = {
     "starpilot": [
-        ("impala_procgen in bf16, 1M steps", [f"{IMPALA}/long_fragments_64_seed1", f"{IMPALA}/long_fragments_64_seed2"]),
+        (
+            "impala_procgen in bf16, 1M steps",
+            [f"{IMPALA}/long_fragments_64_seed1", f"{IMPALA}/long_fragments_64_seed2"],
+        ),
         ("impala_procgen --no-sync in fp32, 1M steps", [f"{IMPALA}/overlap_seed1"]),
     ]
 }
