@@ -10,8 +10,8 @@ plays. --no-sync: groups play meanwhile, a thread each. --compile, --precision: 
 
 Measured on starpilot, all levels, with `--channels 16 32 32`, mean training return from 0.9M to 1M
 steps: 6.3 and 5.7 in bf16 (two seeds); in fp32 6.4, with --no-sync 3.0 (one seed each). OpenAI's
-PPO has 8.1 (blind: 2.5), ppo_procgen.py 12.1. From 1.8M to 2M: 12.3 (one seed), OpenAI's 15.5.
-The defaults, ours, were chosen on this game. The entry's, in fp32, reach 2.8 (one seed):
+PPO: 8.1 (blind: 2.5), ppo_procgen.py: 12.1. From 1.8M to 2M: 12.3 in fp32 (one seed), OpenAI's
+15.5. The defaults were chosen on this game. The entry's, in fp32, reach 2.8 (one seed):
     python impala_procgen.py --no-sync --num-envs 16 --num-groups 2 --num-steps 200
         --minibatch-size 1600 --update-epochs 3 --replay-slots 0 --replay-proportion 0
         --lr 0 1e-4 1e6 5e-4 8e6 1e-4 --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4

@@ -390,7 +390,7 @@ def picture(results: Path = RESULTS):
         return
     columns = min(len(games), 3)
     rows = -(-len(games) // columns)
-    size = (4.5 * columns, 3.2 * rows)
+    size = (4.5 * columns, 4.2 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
         lines = [(cell["job"].variant, list(cell["curves"].values())) for cell in group]
@@ -406,7 +406,7 @@ def picture(results: Path = RESULTS):
         for marker, (what, known) in zip("*^v", points.items(), strict=False):
             panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what}")
         panel.set(title=game, xlabel="agent steps", ylabel="return of training games")
-        panel.legend(fontsize="x-small")
+        panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.2))  # below: it would hide curves
     for panel in axes.flat[len(games) :]:
         panel.remove()
     (results / "plots").mkdir(exist_ok=True)
