@@ -13,9 +13,10 @@ by a thread each, with the newest weights, while the learner trains on what is c
 and --precision change the learner only).
 
 Measured with the second command's flags. Breakout after 10M steps, one seed: in training 489
-(CleanRL's PPO: 211 +- 88 with EnvPool, 415 +- 16 without), in 100 games 516 +- 17. Of an earlier
-version, whose value clip had another centre: Pong after 500,000 steps, 3 seeds, 14.6 +- 4.2, in 100
-games each 16.6 +- 2.6; 2.1 times Sample Factory's speed (other flags). Not run: the default.
+(CleanRL's PPO, three runs: 211 +- 107 with EnvPool, 415 +- 20 without), in 100 games 516 +- 17. Of
+an earlier version, whose value clip had another centre: Pong after 500,000 steps, 3 seeds, 14.6 +-
+4.2, in 100 games each 16.6 +- 2.6; 2.1 times Sample Factory's speed (two pairs, other flags). Not
+run: the default.
 
 Unlike a textbook PPO, as in Sample Factory:
 - the ratio is clipped to [1 / (1 + clip), 1 + clip], and clamped to [0.05, 20] before;
@@ -29,7 +30,7 @@ Departures, effects not measured:
   action (masked here);
 - 32 environments for one policy (theirs 16 for each of two: run a second seed);
 - a game cut at the time limit bootstraps from its last observation (the card: the cut is an end);
-- the learning rate falls to 0 (theirs to 0.75 of the first, for its end is counted in frames);
+- the learning rate falls towards 0 (theirs to 0.75 of the first, for its end is counted in frames);
 - GAE's values are denormalised by the actor's statistics, only the last one by the learner's
   (theirs: all by the learner's; the last one is by the learner's weights there too);
 - frame statistics leave out the extra observation, those of returns masked rows;
@@ -116,7 +117,7 @@ class Args:
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[float, ...] = (3.033891184e-4,)
     """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
-    anneal_lr: bool = True  # times the share of the run that is left: it falls to 0
+    anneal_lr: bool = True  # times the share of the run that is left: it falls towards 0
     adam_eps: float = 1e-5  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
@@ -187,6 +188,8 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
+        self.over = np.zeros(self.num_envs, bool)
+        self.lives = np.zeros(self.num_envs, int)
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, int)
         return self.pool.reset()
@@ -195,16 +198,20 @@ class AtariEnvs(gym.vector.VectorEnv):
         obs, reward, terminated, truncated, info = self.pool.step(actions)
         self.episode_returns += np.where(self.done, 0, info["reward"])
         self.episode_lengths += ~self.done
+        # EnvPool's no-ops after a lost life may end the game unseen: then lives go up.
+        unseen = self.done & ~self.over & (info["lives"] > self.lives)
+        self.lives = info["lives"]
         self.done = terminated | truncated
         if self.room_byte is not None:
             self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
-        if over.any():
+        game_over = self.done & (info["terminated"] > 0)  # also at the time limit
+        self.over = game_over | truncated | unseen  # of a game, not just of a life
+        if self.over.any():
             info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
-            info["_episode"] = over
-            self.episode_returns = np.where(over, 0, self.episode_returns)
-            self.episode_lengths = np.where(over, 0, self.episode_lengths)
-        return obs, reward, terminated, truncated, info
+            info["_episode"] = self.over
+            self.episode_returns = np.where(self.over, 0, self.episode_returns)
+            self.episode_lengths = np.where(self.over, 0, self.episode_lengths)
+        return obs, reward, terminated | game_over, truncated, info
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
@@ -361,7 +368,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float):
     rho = rho.clamp(max=1)
     c = rho * (1 - done)
     delta = rho * (reward + discount * value[1:] - value[:-1])
-    correction = torch.zeros_like(value)  # vs - V; beyond the last row V itself is the target
+    correction = torch.zeros_like(value)  # vs - V; its last row stays 0: there V is the target
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
@@ -457,10 +464,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. At most the one that the learner waits for and `ahead` more are begun; a group
-    with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD steps
-    ago, and ages further while it is trained on. With `ahead` 0 and `size` 1 groups take turns.
+    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict. `size`
+    rollouts make a dataset. At most the one that the learner waits for and `ahead` more are begun;
+    a group with nothing to play rests. So a row that arrives was played at most `ahead` datasets'
+    SGD steps ago, and ages while it is trained on. With `ahead` 0, `size` 1 groups take turns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -571,7 +578,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A resumed run, and another rank, plays other games and draws other actions.
+    # A run resumed at a later step, and another rank, plays other games, draws other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -653,7 +660,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             logger.lap("queue_wait")
 
             # Targets, in rewards
-            # The frame statistics are new: even the first ratio is not 1, as in Sample Factory.
+            # Frames are now normalised anew: as in Sample Factory even the first ratio is not 1.
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             _, last_value = predict(batch["obs"][T:])
             values = torch.cat([batch.pop("value_in_rewards"), last_value]).cpu()
@@ -755,6 +762,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
+                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()

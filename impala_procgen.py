@@ -5,13 +5,14 @@
     python impala_procgen.py --resume runs/NAME          # go on with a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. Groups of environments take turns: one plays a batch, the learner trains, the next
-plays. --no-sync: groups play meanwhile, a thread each. --compile, --precision: of the learner only.
+arXiv:1912.01588. Groups of environments take turns: some play a batch, the learner trains, the next
+play. --no-sync: groups play meanwhile, a thread each. --compile, --precision: of the learner only.
 
 Measured on starpilot, all levels, with `--channels 16 32 32`, mean training return from 0.9M to 1M
-steps: 6.3 and 5.7 in bf16 (two seeds); in fp32 6.4, with --no-sync 3.0 (one seed each). OpenAI's
-PPO: 8.1 (blind: 2.5), ppo_procgen.py: 12.1. From 1.8M to 2M: 12.3 in fp32 (one seed), OpenAI's
-15.5. The defaults were chosen on this game. The entry's, in fp32, reach 2.8 (one seed):
+steps: 6.3 and 5.7 in bf16 (two seeds); 6.5 in fp32, 3.0 with --no-sync, 12.1 by ppo_procgen.py
+(one seed each); 8.1 by OpenAI's PPO. From 1.8M to 2M: 12.3 in fp32 (one seed); 15.5 by OpenAI's PPO
+(three runs). The defaults were chosen on this game. With these flags of the entry as well 2.8 to 1M
+(fp32, one seed):
     python impala_procgen.py --no-sync --num-envs 16 --num-groups 2 --num-steps 200
         --minibatch-size 1600 --update-epochs 3 --replay-slots 0 --replay-proportion 0
         --lr 0 1e-4 1e6 5e-4 8e6 1e-4 --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
@@ -294,7 +295,7 @@ def vtrace(reward, value, done, rho, gamma: float, lam: float):
     rho = rho.clamp(max=1)
     c = lam * rho
     delta = rho * (reward + discount * value[1:] - value[:-1])
-    correction = torch.zeros_like(value)  # vs - V; beyond the last row V itself is the target
+    correction = torch.zeros_like(value)  # vs - V; its last row stays 0: there V is the target
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
@@ -364,10 +365,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Group k % G plays rollout k of `num_rollouts`: rollout(group, actors, T) -> dict. `size` of them
-    make a dataset. At most the one that the learner waits for and `ahead` more are begun; a group
-    with nothing to play rests. So a row that arrives was played at most `ahead` datasets' SGD steps
-    ago, and ages further while it is trained on. With `ahead` 0 and `size` 1 groups take turns.
+    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict. `size`
+    rollouts make a dataset. At most the one that the learner waits for and `ahead` more are begun;
+    a group with nothing to play rests. So a row that arrives was played at most `ahead` datasets'
+    SGD steps ago, and ages while it is trained on. With `ahead` 0, `size` 1 groups take turns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -468,7 +469,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A resumed run, and another rank, plays other games and draws other actions.
+    # A run resumed at a later step, and another rank, plays other games, draws other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -545,7 +546,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             # Replay: the newest batch may be drawn as well
             ring.append(new_batch)
             num_replayed = int(args.replay_proportion)
-            num_replayed += replay_rng.random() < args.replay_proportion % 1  # a chance of one more
+            num_replayed += replay_rng.random() < args.replay_proportion % 1  # 2.5: two or three
             replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
 
             # Update: the new batch, then the replayed ones, each update_epochs times
@@ -627,6 +628,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
+                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()

@@ -13,8 +13,8 @@ seed: 14.3 in training, 13.7 +- 0.5 evaluated (standard error, 100 games; random
 run needs a large `--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play
 was still random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments with 30
 (`two_cores` of benchmark/run.py), two seeds, games with the key: 58 and 15 of 100 in evaluation, 0
-of the 7,444 that ended in training; without the bonus 0, 0, and 1 of 6,660. Trained on for 0.2M and
-0.4M steps: 17 of 50 and 1 of 100 in evaluation. Not run: the 492M.
+of the 7,444 that ended in training; without the bonus 0 and 0 of 100, 1 of 6,660. After 0.2M and
+0.4M steps more 17 of 50 and 1 of 100 in evaluation. Not run: the 492M.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -172,6 +172,8 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
+        self.over = np.zeros(self.num_envs, bool)
+        self.lives = np.zeros(self.num_envs, int)
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, int)
         return self.pool.reset()
@@ -180,16 +182,20 @@ class AtariEnvs(gym.vector.VectorEnv):
         obs, reward, terminated, truncated, info = self.pool.step(actions)
         self.episode_returns += np.where(self.done, 0, info["reward"])
         self.episode_lengths += ~self.done
+        # EnvPool's no-ops after a lost life may end the game unseen: then lives go up.
+        unseen = self.done & ~self.over & (info["lives"] > self.lives)
+        self.lives = info["lives"]
         self.done = terminated | truncated
         if self.room_byte is not None:
             self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
-        if over.any():
+        game_over = self.done & (info["terminated"] > 0)  # also at the time limit
+        self.over = game_over | truncated | unseen  # of a game, not just of a life
+        if self.over.any():
             info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
-            info["_episode"] = over
-            self.episode_returns = np.where(over, 0, self.episode_returns)
-            self.episode_lengths = np.where(over, 0, self.episode_lengths)
-        return obs, reward, terminated, truncated, info
+            info["_episode"] = self.over
+            self.episode_returns = np.where(self.over, 0, self.episode_returns)
+            self.episode_lengths = np.where(self.over, 0, self.episode_lengths)
+        return obs, reward, terminated | game_over, truncated, info
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
@@ -452,7 +458,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A resumed run, and another rank, plays other games and draws other actions.
+    # A run resumed at a later step, and another rank, plays other games, draws other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -515,7 +521,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # frame as any other: unlearned, it would stay novel and pay for dying.
     rollout = {
         "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
-        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # only row 0 is used
+        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # used of row 0 only
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -576,17 +582,17 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             else:
                 bonus = torch.zeros(T, N)
             rnd.frames.update(frames.flatten(0, 1))
-            with autocast:  # what the predictor is to learn, under the new statistics
+            with autocast:  # again, now under the new statistics: what the predictor is to learn
                 features = torch.cat([rnd.features(piece) for piece in pieces]).view(T, N, -1)
             logger.lap("bonus")
 
             # Targets
-            with torch.no_grad():  # any valid will do: it acts on the memory that is returned
+            with torch.no_grad():  # valid is only for the memory returned, which is dropped here
                 _, next_value, _ = forward(next_obs, memory, torch.ones(N, device=device))
             values = torch.cat([rollout["value"], next_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
-            # The row after an end: done keeps its meaningless delta out of the game's other rows,
-            # and the loss masks it. The bonus' trace runs through it, as through any step.
+            # The row after an end has a meaningless delta. The loss masks that row, and done of the
+            # row before keeps it out of the others. The bonus' trace runs through as at any step.
             no_ends = torch.zeros(T, N)
             lam = args.gae_lambda
             advantage_ext = gae(rewards, value_ext, terminations, dones, args.gamma, lam)
@@ -680,6 +686,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
+                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()

@@ -22,11 +22,9 @@ cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library o
 (three of that run's four logs are older: no penalty of large features, noise on every frame).
 $PAPER: the settings of the paper's code.
 
-Measured, one seed each: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
-steps: in training 15.2 (michalnand 17.9), evaluated 18.0 +- 0.7 (random play 1.7). The bonus of
-older versions on unseen screens of Pitfall over that on its first, after 384 SGD steps there (and
-before): SND-V 69 (7), a random target 80 (7); with $PAPER's frames SND-VIC 72 (1), SND-STD 1.18
-(1), a random target 280 (37).
+Measured, one seed: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
+steps: in training 15.2 (michalnand's one run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). Bonus
+of unseen frames over that of seen ones: SND-V 69, SND-VIC 72, SND-STD only 1.2 (benchmark/README).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
@@ -193,6 +191,8 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
+        self.over = np.zeros(self.num_envs, bool)
+        self.lives = np.zeros(self.num_envs, int)
         self.episode_returns = np.zeros(self.num_envs)
         self.episode_lengths = np.zeros(self.num_envs, int)
         return self.pool.reset()
@@ -201,16 +201,20 @@ class AtariEnvs(gym.vector.VectorEnv):
         obs, reward, terminated, truncated, info = self.pool.step(actions)
         self.episode_returns += np.where(self.done, 0, info["reward"])
         self.episode_lengths += ~self.done
+        # EnvPool's no-ops after a lost life may end the game unseen: then lives go up.
+        unseen = self.done & ~self.over & (info["lives"] > self.lives)
+        self.lives = info["lives"]
         self.done = terminated | truncated
         if self.room_byte is not None:
             self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        over = (info["terminated"] > 0) | truncated  # of a game, not just of a life
-        if over.any():
+        game_over = self.done & (info["terminated"] > 0)  # also at the time limit
+        self.over = game_over | truncated | unseen  # of a game, not just of a life
+        if self.over.any():
             info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
-            info["_episode"] = over
-            self.episode_returns = np.where(over, 0, self.episode_returns)
-            self.episode_lengths = np.where(over, 0, self.episode_lengths)
-        return obs, reward, terminated, truncated, info
+            info["_episode"] = self.over
+            self.episode_returns = np.where(self.over, 0, self.episode_returns)
+            self.episode_lengths = np.where(self.over, 0, self.episode_lengths)
+        return obs, reward, terminated | game_over, truncated, info
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
@@ -518,7 +522,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A resumed run, and another rank, plays other games and draws other actions.
+    # A run resumed at a later step, and another rank, plays other games, draws other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -576,7 +580,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # done_{t+1}). The row after an end is no transition, its action is ignored: it is not valid,
     # which masks policy and value loss. Its frame, a game's last, trains the predictor.
     observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
-    # The newest frames of all rows, a view of observations. Frame i + N follows frame i.
+    # The newest frames, a view: frame t * N + n is row t's of environment n; i + N follows i.
     newest = observations[:, :, -1:].view(-1, 1, *obs_shape[1:])
     rollout = {
         "obs": observations[:T],
@@ -640,7 +644,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             snd.frames.update(newest[: T * N])
             logger.lap("bonus")
 
-            # Targets; the bonus of row t is for o_t, to which the action of row t - 1 led
+            # Targets. The bonus of row t is for o_t: a_{t-1} led there, and gets it by its return
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             lam = args.gae_lambda
@@ -694,7 +698,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # Update of predictor and target. zero_grad makes the policy's gradients None, so Adam
             # skips it, as it skipped these two above.
             if args.motivation_passes == "one":
-                minibatches = torch.arange(T * N).split(args.minibatch_size)
+                minibatches = torch.arange(T * N).split(args.minibatch_size)  # anew, in order
             snd_sums = defaultdict(float)
             for index in minibatches:
                 minibatch = newest[index.to(device, non_blocking=True)]
@@ -715,7 +719,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     first, other = torch.randint(T * N, (2, args.pairs), device=device)
                     same = torch.rand(args.pairs, device=device) < 0.5
                     second = torch.where(same, first, other)
-                else:  # consecutive frames: after an invalid row another game begins
+                else:  # consecutive frames; after an invalid row's frame another game begins
                     kept = index[is_valid.flatten()[index]]  # on the CPU, or a GPU would wait here
                     kept = kept if len(kept) > 1 else index  # VICReg's loss of one row is nan
                     first = kept.to(device, non_blocking=True)
@@ -770,6 +774,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
+                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()

@@ -7,10 +7,11 @@
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438. Network:
 IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
-Measured on all levels, mean training return from 0.9M to 1M steps. With `--channels 16 32 32`, one
-seed each: starpilot 12.1, fruitbot 2.7, coinrun 6.9, jumper 5.8 (bf16), bossfight 0.4. OpenAI's,
-three each: 8.1, 10.4, 6.8, 6.2, 0.9 (+- 0.2, 1.0, 0.1, 0.1, 0.2). In their setting (the README's),
-two seeds: starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5. Not run: 8M steps (the entry: bigfish 26.3).
+Mean training return from 0.9M to 1M steps on all levels (OpenAI's PPO, three runs, in brackets).
+With `--channels 16 32 32`, one seed each: starpilot 12.1 (8.1 +- 0.2), fruitbot 2.7 (10.4 +- 1.0),
+coinrun 6.9 (6.8 +- 0.1), jumper 5.8 in bf16 (6.2 +- 0.1), bossfight 0.4 (0.9 +- 0.2). In OpenAI's
+setting (the README's), two seeds: starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5. Not finished: 8M steps
+of bigfish (the entry, wide network, one run: 26.3).
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mode):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
@@ -134,7 +135,7 @@ def check(args: Args):
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the frames kept, oldest first
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # 0: the oldest frame kept
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -378,7 +379,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A resumed run, and another rank, plays other games and draws other actions.
+    # A run resumed at a later step, and another rank, plays other games, draws other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -553,6 +554,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
+                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()

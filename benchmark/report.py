@@ -40,13 +40,13 @@ RUNNING = f"{TRAINING}, running mean of one environment"
 PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
     ("ppo_procgen", "", "test"): [
         ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
-        ("procgen", "competition_entry_PPO_wide", "the competition entry", "one run, evaluation"),
+        ("procgen", "competition_entry_PPO_wide", "the competition entry", "wide network, one run, evaluation"),
     ],
     ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
     ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
     ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
     ("ppo_atari_rnd", "", "game"): [
-        ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op"),
+        ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op, 3 seeds"),
         ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
     ],
     ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],

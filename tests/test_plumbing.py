@@ -177,6 +177,25 @@ def test_best_checkpoint(script):
     assert best["step"] == 2 * ITERATION and best["best"] == pytest.approx((36 * 9 + 64 * 5) / 100)
 
 
+def test_the_checkpoint_knows_of_the_best(script, monkeypatch):
+    """A run that dies without saving (kill -9) and goes on does not overwrite best.pt with a worse agent."""
+    games = [([9.0], "terminated")] * 32
+    envs = FakeVecEnv([games] * 4, SAME_STEP)
+    step, mark = envs.step, []
+
+    def dies(action):
+        if (script.folder / "best.pt").exists():
+            mark.append(load(script.folder, "best.pt"))
+            raise FloatingPointError  # after which nothing is saved
+        return step(action)
+
+    monkeypatch.setattr(envs, "step", dies)
+    with pytest.raises(FloatingPointError):
+        script.train(envs, total_timesteps=9 * ITERATION)
+    assert load(script.folder)["best"] == mark[0]["best"] == 9
+    assert load(script.folder)["step"] == mark[0]["step"] < 9 * ITERATION
+
+
 def test_threads(script):
     for threads, expected in ((2, 2), (0, len(os.sched_getaffinity(0)))):
         script.module.set_up(script.module.Args(device="cpu", torch_threads=threads))

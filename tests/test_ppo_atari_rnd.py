@@ -1,12 +1,13 @@
 """The algorithm of ppo_atari_rnd.py against independent oracles, its environments against hand-kept books."""
 
+import gymnasium as gym
 import numpy as np
 import ppo_atari_rnd
 import pytest
 import torch
 import torch.nn.functional as F
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from ppo_atari_rnd import RND, Agent, Args, RunningMoments, UsageError, make_envs, play, train
+from ppo_atari_rnd import RND, Agent, Args, AtariEnvs, RunningMoments, UsageError, make_envs, play, train
 
 import conftest
 from conftest import Games, RareDoor, plain_deviation, plain_gae, plain_standardised, random_episodes, spy_on
@@ -322,6 +323,79 @@ def test_true_returns_of_berzerk():
     assert envs.episode_returns.tolist() == [book[0] for book in books]
     envs.reset()
     assert not envs.episode_returns.any() and not envs.episode_lengths.any()
+
+
+def test_a_game_that_ends_in_the_noops_after_a_lost_life():
+    """EnvPool begins the next game there without a word; each is reported, its return not added to the next one's."""
+    envs, unseen, lives = atari(8, env_id="RoadRunner", episodic_life=True, noop_max=30, seed=4), 0, np.zeros(8)
+    for *_, info, valid in random_play(envs, 150):
+        risen = (info["lives"] > lives) & (lives > 0)
+        lives = info["lives"]
+        assert not risen.any() or info["_episode"][risen].all()
+        assert not envs.episode_lengths[risen].any()
+        unseen += (risen & ~valid).sum()
+    assert unseen > 0
+
+
+class ScriptedPool:
+    """EnvPool as far as AtariEnvs looks at it: one environment, rows (reward, done, cut, game over, lives)."""
+
+    observation_space, action_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8), gym.spaces.Discrete(2)
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def reset(self):
+        return np.zeros((1, 4, 8, 8), np.uint8), {}
+
+    def step(self, actions):
+        reward, done, cut, over, lives = (np.array([x]) for x in next(self.rows))
+        info = {"reward": reward, "terminated": over, "lives": lives}
+        return self.reset()[0], np.sign(reward), (done > 0) & (cut == 0), cut > 0, info
+
+
+def test_ends_of_games_of_a_scripted_pool():
+    """Reported: whole games only, each once, also where EnvPool ends one unseen, late, or at the time limit."""
+    envs = AtariEnvs(
+        ScriptedPool(
+            [
+                (1, 0, 0, 0, 2),
+                (2, 1, 0, 0, 1),  # a lost life
+                (9, 0, 0, 0, 2),  # its no-ops ended the game: a new one, whose first row is no transition
+                (4, 1, 0, 0, 1),  # a lost life
+                (9, 0, 0, 1, 0),  # FIRE after the no-ops ended the game, which EnvPool says one step late
+                (8, 1, 0, 1, 0),
+                (9, 0, 0, 0, 2),  # reset
+                (16, 1, 1, 0, 2),  # the time limit
+                (9, 0, 0, 0, 3),  # reset
+                (0, 0, 0, 0, 4),  # a bonus life
+                (32, 1, 1, 1, 0),  # over at the very limit: no future value
+            ]
+        ),
+        1,
+        None,
+    )
+    envs.reset()
+    reported, terminated = [], []
+    for _ in range(11):
+        _, _, ended, _, info = envs.step(None)
+        terminated += ended.tolist()
+        over = info.get("_episode", [False])[0]
+        reported.append((info["episode"]["r"][0], info["episode"]["l"][0]) if over else None)
+    assert reported == [None, None, (3, 2), None, None, (12, 2), None, (16, 1), None, None, (32, 2)]
+    assert np.flatnonzero(terminated).tolist() == [1, 3, 5, 10]
+
+
+def test_a_game_over_at_the_time_limit_is_a_termination():
+    """EnvPool calls it cut only; then its last frame's value would count as a future."""
+    lengths = []
+    for limit in (4500, None):
+        envs = atari(1, max_episode_steps=limit or lengths[0])
+        rows = ((bool(ended), bool(cut)) for _, _, ended, cut, _, _ in random_play(envs, 500))
+        length, ends = next((number, row) for number, row in enumerate(rows, 1) if any(row))
+        lengths.append(length)
+        assert ends == (True, limit is None)
+    assert lengths[0] == lengths[1]
 
 
 def test_options_reach_the_emulator():
