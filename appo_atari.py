@@ -172,7 +172,8 @@ class AtariEnvs(gym.vector.VectorEnv):
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it. A game that ends in
+    EnvPool's no-ops after a lost life is reported a step late; the next has its remaining time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -578,7 +579,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step, and another rank, plays other games, draws other actions.
+    # A run resumed at a later step and another rank play other games and draw other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -605,7 +606,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
-        best = saved["best"]
+        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+            best = load_checkpoint(args.resume, "best.pt")["best"]
     groups = []
     for g in range(args.num_groups):
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -762,7 +764,6 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()
@@ -863,13 +864,13 @@ def sum_over_ranks(x):
     return x
 
 
-def load_checkpoint(run: str) -> dict:
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
     try:
-        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
         script, flags = saved["script"], saved["args"].keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
+        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
         raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved

@@ -13,8 +13,8 @@ seed: 14.3 in training, 13.7 +- 0.5 evaluated (standard error, 100 games; random
 run needs a large `--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play
 was still random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments with 30
 (`two_cores` of benchmark/run.py), two seeds, games with the key: 58 and 15 of 100 in evaluation, 0
-of the 7,444 that ended in training; without the bonus 0 and 0 of 100, 1 of 6,660. After 0.2M and
-0.4M steps more 17 of 50 and 1 of 100 in evaluation. Not run: the 492M.
+of the 7,444 that ended in training; without the bonus 0 and 0 of 100, and 1 of 6,660. With it after
+0.2M and 0.4M steps more: 17 of 50 and 1 of 100 in evaluation. Not run: the 492M.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -156,7 +156,8 @@ class AtariEnvs(gym.vector.VectorEnv):
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it. A game that ends in
+    EnvPool's no-ops after a lost life is reported a step late; the next has its remaining time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -458,7 +459,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step, and another rank, plays other games, draws other actions.
+    # A run resumed at a later step and another rank play other games and draw other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -489,7 +490,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         rooms_ever |= saved["rooms_ever"].numpy()
-        best = saved["best"]
+        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+            best = load_checkpoint(args.resume, "best.pt")["best"]
     torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     if args.memory == "gru":
@@ -521,7 +523,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     # frame as any other: unlearned, it would stay novel and pay for dying.
     rollout = {
         "obs": torch.zeros(T, N, *obs_shape, dtype=torch.uint8, device=device),
-        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # used of row 0 only
+        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # only row 0's is used
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -592,7 +594,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             values = torch.cat([rollout["value"], next_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             # The row after an end has a meaningless delta. The loss masks that row, and done of the
-            # row before keeps it out of the others. The bonus' trace runs through as at any step.
+            # row before keeps it out of the others. The bonus' trace runs through it too.
             no_ends = torch.zeros(T, N)
             lam = args.gae_lambda
             advantage_ext = gae(rewards, value_ext, terminations, dones, args.gamma, lam)
@@ -686,7 +688,6 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()
@@ -790,13 +791,13 @@ def sum_over_ranks(x):
     return x
 
 
-def load_checkpoint(run: str) -> dict:
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
     try:
-        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
         script, flags = saved["script"], saved["args"].keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
+        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
         raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved

@@ -24,7 +24,8 @@ $PAPER: the settings of the paper's code.
 
 Measured, one seed: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
 steps: in training 15.2 (michalnand's one run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). Bonus
-of unseen frames over that of seen ones: SND-V 69, SND-VIC 72, SND-STD only 1.2 (benchmark/README).
+of unseen frames over that of seen ones: SND-V 69 (a random target 80); with $PAPER's frames SND-VIC
+72, SND-STD 1.2 (a random target 280), one seed each (benchmark/README.md).
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
@@ -175,7 +176,8 @@ class AtariEnvs(gym.vector.VectorEnv):
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
     With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it.
+    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it. A game that ends in
+    EnvPool's no-ops after a lost life is reported a step late; the next has its remaining time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -522,7 +524,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step, and another rank, plays other games, draws other actions.
+    # A run resumed at a later step and another rank play other games and draw other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -553,7 +555,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         rooms_ever |= saved["rooms_ever"].numpy()
-        best = saved["best"]
+        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+            best = load_checkpoint(args.resume, "best.pt")["best"]
     torch.manual_seed(stream_seed(args.seed, stream))
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     predictor_share = args.predictor_share or min(1, 32 / (N * WORLD))
@@ -644,7 +647,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             snd.frames.update(newest[: T * N])
             logger.lap("bonus")
 
-            # Targets. The bonus of row t is for o_t: a_{t-1} led there, and gets it by its return
+            # Targets. The bonus of row t is for o_t: a_{t-1} led there; its return has it
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             lam = args.gae_lambda
@@ -698,7 +701,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             # Update of predictor and target. zero_grad makes the policy's gradients None, so Adam
             # skips it, as it skipped these two above.
             if args.motivation_passes == "one":
-                minibatches = torch.arange(T * N).split(args.minibatch_size)  # anew, in order
+                minibatches = torch.arange(T * N).split(args.minibatch_size)  # once more, in order
             snd_sums = defaultdict(float)
             for index in minibatches:
                 minibatch = newest[index.to(device, non_blocking=True)]
@@ -774,7 +777,6 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()
@@ -874,13 +876,13 @@ def sum_over_ranks(x):
     return x
 
 
-def load_checkpoint(run: str) -> dict:
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
     try:
-        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
         script, flags = saved["script"], saved["args"].keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
+        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
         raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved

@@ -379,7 +379,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step, and another rank, plays other games, draws other actions.
+    # A run resumed at a later step and another rank play other games and draw other actions.
     stream = f"training from {step} of rank {RANK}"
     own_envs = envs is None
     if own_envs:
@@ -408,7 +408,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         normalizer.sums = saved["normalizer"]
         if args.kl_coef and saved["kl_coef"]:  # --kl-coef given now only turns it on or off
             kl_coef = saved["kl_coef"]
-        best = saved["best"]
+        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+            best = load_checkpoint(args.resume, "best.pt")["best"]
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and minibatches
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     num_minibatches = T * N // args.minibatch_size
@@ -554,7 +555,6 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-                save("checkpoint.pt")  # a resumed run has to beat this mark
             if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
                 save("checkpoint.pt")
                 last_save = time.monotonic()
@@ -660,13 +660,13 @@ def sum_over_ranks(x):
     return x
 
 
-def load_checkpoint(run: str) -> dict:
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
     try:
-        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
         script, flags = saved["script"], saved["args"].keys()
     except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable checkpoint.pt, {error!r}") from None
+        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
     if script != SCRIPT or not flags <= vars(Args()).keys():
         raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
     return saved

@@ -177,23 +177,30 @@ def test_best_checkpoint(script):
     assert best["step"] == 2 * ITERATION and best["best"] == pytest.approx((36 * 9 + 64 * 5) / 100)
 
 
-def test_the_checkpoint_knows_of_the_best(script, monkeypatch):
+def test_a_resumed_run_has_to_beat_the_best(script, monkeypatch):
     """A run that dies without saving (kill -9) and goes on does not overwrite best.pt with a worse agent."""
-    games = [([9.0], "terminated")] * 32
-    envs = FakeVecEnv([games] * 4, SAME_STEP)
-    step, mark = envs.step, []
 
-    def dies(action):
-        if (script.folder / "best.pt").exists():
-            mark.append(load(script.folder, "best.pt"))
-            raise FloatingPointError  # after which nothing is saved
-        return step(action)
+    def play(paid, *, dies=False, **args):
+        envs = FakeVecEnv([[([paid], "terminated")] * 32] * 4, SAME_STEP)
+        step = envs.step
 
-    monkeypatch.setattr(envs, "step", dies)
+        def count(action):
+            if dies and (script.folder / "best.pt").exists():
+                raise FloatingPointError  # after which nothing is saved
+            return step(action)
+
+        monkeypatch.setattr(envs, "step", count)
+        return script.train(envs, **args)
+
+    play(1.0, total_timesteps=ITERATION)
+    resume = str(script.folder)
     with pytest.raises(FloatingPointError):
-        script.train(envs, total_timesteps=9 * ITERATION)
-    assert load(script.folder)["best"] == mark[0]["best"] == 9
-    assert load(script.folder)["step"] == mark[0]["step"] < 9 * ITERATION
+        play(9.0, dies=True, total_timesteps=9 * ITERATION, resume=resume)
+    assert load(script.folder)["best"] == -np.inf and load(script.folder, "best.pt")["best"] == 9
+    play(5.0, total_timesteps=9 * ITERATION, resume=resume)
+    assert load(script.folder)["best"] == load(script.folder, "best.pt")["best"] == 9
+    play(10.0, total_timesteps=18 * ITERATION, resume=resume)
+    assert load(script.folder, "best.pt")["best"] == 10
 
 
 def test_threads(script):
@@ -221,6 +228,7 @@ def test_resume_goes_on_with_the_learner(script, monkeypatch):
     first["best"] = 12.5
     first.get("rooms_ever", torch.zeros(8))[7] = True
     torch.save(first, script.folder / "checkpoint.pt")
+    torch.save(first, script.folder / "best.pt")
     flags = ("--total-timesteps", 2 * ITERATION, "--gamma", 0.7)
     with monkeypatch.context() as patch:
         where = (script.module.Actors, "dataset") if hasattr(script.module, "Actors") else (script.module, "sample")

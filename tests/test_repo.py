@@ -14,11 +14,11 @@ import tyro
 from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (795, 38.1),
+    "ppo_procgen": (795, 38.2),
     "impala_procgen": (870, 42.5),
-    "ppo_atari_rnd": (925, 46.7),
-    "ppo_atari_snd": (1009, 50.7),
-    "appo_atari": (998, 50.0),
+    "ppo_atari_rnd": (926, 46.9),
+    "ppo_atari_snd": (1011, 50.9),
+    "appo_atari": (999, 50.1),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five scripts of this project ---\n"
