@@ -171,9 +171,9 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it. A game that ends in
-    EnvPool's no-ops after a lost life is reported a step late; the next has its remaining time.
+    With episodic_life a lost life sets `terminated`, but not at the time limit. Only the end of a
+    whole game is reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics.
+    One in EnvPool's no-ops after a lost life comes a step late; the next game has the time left.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -674,7 +674,9 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             explained = explained_variance(values[:T][is_valid], targets[is_valid])
             if not args.vtrace:
                 agent.returns.update(targets[is_valid].to(device))
-            batch |= {"advantage": advantages, "target": targets, "valid": valid}
+            batch["advantage"] = advantages
+            batch["target"] = targets
+            batch["valid"] = valid
             batch = {name: column.to(device) for name, column in batch.items()}
 
             # Update: the same minibatches in each epoch, in the same order
@@ -959,7 +961,8 @@ class Logger:
     def save(self, name: str, state: dict):
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
-            state |= {"script": SCRIPT, "args": asdict(self.args)}
+            state["script"] = SCRIPT
+            state["args"] = asdict(self.args)
             buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())

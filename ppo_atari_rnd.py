@@ -155,9 +155,9 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`; only the end of a whole game is reported,
-    in info["episode"] and info["_episode"], as RecordEpisodeStatistics does it. A game that ends in
-    EnvPool's no-ops after a lost life is reported a step late; the next has its remaining time.
+    With episodic_life a lost life sets `terminated`, but not at the time limit. Only the end of a
+    whole game is reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics.
+    One in EnvPool's no-ops after a lost life comes a step late; the next game has the time left.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -605,7 +605,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             explained_ext = explained_variance(value_ext[:T][is_valid], targets[is_valid][:, 0])
             explained_int = explained_variance(value_int[:T][is_valid], targets[is_valid][:, 1])
             columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
-            columns |= {"frame": frames, "feature": features}
+            columns["frame"] = frames
+            columns["feature"] = features
             # Rows of one environment, then of the next: a slice is whole environments.
             batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
             logger.lap("policy")
@@ -886,7 +887,8 @@ class Logger:
     def save(self, name: str, state: dict):
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
-            state |= {"script": SCRIPT, "args": asdict(self.args)}
+            state["script"] = SCRIPT
+            state["args"] = asdict(self.args)
             buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())

@@ -755,7 +755,8 @@ class Logger:
     def save(self, name: str, state: dict):
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
         if RANK == 0:
-            state |= {"script": SCRIPT, "args": asdict(self.args)}
+            state["script"] = SCRIPT
+            state["args"] = asdict(self.args)
             buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
             torch.save(state, buffer)
             (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())

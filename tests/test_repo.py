@@ -14,11 +14,11 @@ import tyro
 from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 860, 780 and 32, 36, 38, 43, 38
-    "ppo_procgen": (795, 38.2),
-    "impala_procgen": (870, 42.5),
-    "ppo_atari_rnd": (926, 46.9),
-    "ppo_atari_snd": (1011, 50.9),
-    "appo_atari": (999, 50.1),
+    "ppo_procgen": (796, 38.2),
+    "impala_procgen": (872, 42.6),
+    "ppo_atari_rnd": (928, 46.9),
+    "ppo_atari_snd": (1012, 50.9),
+    "appo_atari": (1002, 50.2),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five scripts of this project ---\n"
