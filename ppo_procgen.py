@@ -9,9 +9,9 @@ IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXi
 
 Mean training return from 0.9M to 1M steps on all levels (OpenAI's PPO, three runs, in brackets).
 With `--channels 16 32 32`, one seed each: starpilot 12.1 (8.1 +- 0.2), fruitbot 2.7 (10.4 +- 1.0),
-coinrun 6.9 (6.8 +- 0.1), jumper 5.8 in bf16 (6.2 +- 0.1), bossfight 0.4 (0.9 +- 0.2). In OpenAI's
-setting (the README's), two seeds: starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5. Not finished: 8M steps
-of bigfish (the entry, wide network, one run: 26.3).
+coinrun 6.9 (6.8 +- 0.1), jumper 5.8 in bf16 (6.2 +- 0.1), bossfight 0.4 (0.9 +- 0.2); bigfish from
+3.6M to 4M 16.3 (6.7 +- 0.7), 8M not finished (the entry, wide network, one run: 26.3). In OpenAI's
+setting (the README's), two seeds: starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mode):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
