@@ -175,9 +175,9 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`, but not at the time limit. Only the end of a
-    whole game is reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics.
-    One in EnvPool's no-ops after a lost life comes a step late; the next game has the time left.
+    With episodic_life a lost life sets `terminated`, but not at the time limit. Only whole games are
+    reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics. A game that
+    ends in EnvPool's no-ops after a lost life is reported late; the next has the rest of its time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -735,7 +735,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 for parameter in snd.parameters():
                     parameter.grad = sum_over_ranks(parameter.grad)
                 optimizer.step()
-            means |= {name: sum_over_ranks(x) / len(minibatches) for name, x in snd_sums.items()}
+            for name, x in snd_sums.items():
+                means[name] = sum_over_ranks(x) / len(minibatches)
             means = {name: mean.item() for name, mean in means.items()}
             logger.lap("learn")
 

@@ -17,7 +17,7 @@ SIZES = {  # lines and kilobytes: what a file has; the aims are 680, 740, 760, 8
     "ppo_procgen": (796, 38.2),
     "impala_procgen": (872, 42.6),
     "ppo_atari_rnd": (928, 46.9),
-    "ppo_atari_snd": (1012, 50.9),
+    "ppo_atari_snd": (1013, 50.9),
     "appo_atari": (1002, 50.2),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
