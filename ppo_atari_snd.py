@@ -175,8 +175,8 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`, but not at the time limit. Only whole games are
-    reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics. A game that
+    With episodic_life a lost life sets `terminated`, but not at the time limit. Only whole games
+    are reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that
     ends in EnvPool's no-ops after a lost life is reported late; the next has the rest of its time.
     """
 
