@@ -1,6 +1,6 @@
 """How near a script's learner and its acting come to what its convolutions and matrix products alone allow.
 
-    python benchmark/floor.py ppo_procgen --json benchmark/results/floor/ppo_procgen.json -- --env-id starpilot
+    python benchmark/floor.py ppo_procgen --json floor.json -- --env-id starpilot
 
 The script trains; between its iterations the same process measures, in turn with them: GFLOP/s of a plain matrix
 product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in

@@ -1,12 +1,13 @@
 """One command reruns a result: the matrix of script x game x seed, killed and gone on with at will.
 
     python benchmark/run.py --suite smoke                     # every script, seconds each
-    python benchmark/run.py --suite cpu --max-minutes 60      # stop cleanly after an hour; the same command goes on
-    python benchmark/run.py --suite two_cores --only ppo_procgen-openai
+    python benchmark/run.py --suite cpu --results again --max-minutes 60  # an hour; the same command goes on
+    python benchmark/run.py --suite two_cores --results again --only ppo_procgen-openai
     python benchmark/run.py --suite gpu --only bigfish --jobs 4
     python benchmark/run.py --suite procgen16 --launcher slurm > array.sbatch
 
-What is done is not run again; what was stopped goes on from its checkpoint, what was killed from at most the script's
+What is done, which is said by its result in --results (benchmark/results holds the published ones), is not run again;
+what was stopped goes on from its checkpoint, what was killed from at most the script's
 --checkpoint-every (300 seconds) before; what failed is recorded with its error, does not stop the others, and runs
 again with --retry. Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command,
 revisions, hardware, versions, wall clock, final evaluation). The runs lie in --runs, a folder for each literal command:

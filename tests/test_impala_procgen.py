@@ -92,46 +92,64 @@ def test_vtrace_on_policy_is_the_discounted_return():
 # ------------------------------------------------------------------------------------------------------ whole updates
 
 
-def test_two_iterations_match_plain_float64(tmp_path):
-    """V-trace in every pass, *summed* losses as in the reference, clip, Adam, from both groups' frames and actions."""
+@pytest.mark.parametrize("replay", [0, 1])
+def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
+    """V-trace in every pass, *summed* losses as in the reference, clip, Adam, from both groups' frames and actions.
+
+    With replay the second iteration also trains twice on the first one's batch, against the policy that played it.
+    """
+
+    class Oldest(random.Random):
+        def choice(self, ring):
+            return ring[0]
+
+    monkeypatch.setattr(impala_procgen.random, "Random", Oldest)
     groups = [fake(2, seed, Snow) for seed in (0, 1)]
     args = dict(update_epochs=2, max_grad_norm=3.0 / 64, adam_eps=0.5 / 64, gamma=0.9, num_groups=2, micro_batch=50)
     args |= dict(lr=(0, 1e-2, 64, 2e-2), vtrace_lambda=0.8, vf_coef=0.4, ent_coef=(0, 0.02, 128, 0.04))
-    metrics, saved = run(tmp_path, groups, 2, **args)
+    metrics, saved = run(tmp_path, groups, 2, **args, replay_slots=2 * replay, replay_proportion=replay)
     torch.manual_seed(1)
     named = Agent(SHAPE, 4, Args(channels=(4, 4, 4))).named_parameters()
     w = {name: x.detach().double().requires_grad_() for name, x in named}
     optimizer = torch.optim.Adam(w.values(), eps=0.5)
-    norms = []
+    norms, played, mu = [], [], []
     for i, (lr, ent_coef) in enumerate([(1e-2, 0.02), (2e-2, 0.03)]):
         optimizer.param_groups[0]["lr"] = lr
         firsts = [(group, 16 * (i + g)) for g, group in enumerate(groups)]  # group 1 has a head start of a rollout
         obs = torch.from_numpy(np.concatenate([np.stack(group.seen[t : t + 17]) for group, t in firsts], 1))
         action = torch.from_numpy(np.concatenate([np.stack(group.actions[t : t + 16]) for group, t in firsts], 1))
         log = np.concatenate([np.stack(group.log[t : t + 16]) for group, t in firsts], 2)
-        reward, done = log[:, 0], (log[:, 1] + log[:, 2]).astype(bool)
-        mu, losses = None, []
-        for _ in range(2):
+        played.append((obs, action, log[:, 0], (log[:, 1] + log[:, 2]).astype(bool)))
+        losses, replay_rho = [], []
+        for p, b in enumerate([i, i] + [0, 0] * replay):  # which batch a pass trains on
+            obs, action, reward, done = played[b]
             logits, value = impala_network(w, obs.flatten(0, 1))
             logp, value = logits.view(17, 4, 4)[:16].log_softmax(-1), value.view(17, 4)
             action_logp = logp.gather(-1, action[..., None])[..., 0]
-            mu = action_logp.detach() if mu is None else mu  # of acting: the weights before the first pass
-            ratio = (action_logp.detach() - mu).exp()
+            if p == 0:
+                mu.append(action_logp.detach())  # of acting: the weights before the first pass
+            ratio = (action_logp.detach() - mu[b]).exp()
             vs, advantage = tensors(*plain_vtrace(reward, value.detach().numpy(), done, ratio.numpy(), 0.9, 0.8))
-            if not losses:
+            if p == 0:
                 explained = 1 - ((vs - value[:16].detach()).var() / vs.var()).item()
             sums = [-(action_logp * advantage).sum(), ((value[:16] - vs) ** 2).sum() / 2, -(logp.exp() * logp).sum()]
             optimizer.zero_grad()
             (sums[0] + 0.4 * sums[1] - ent_coef * sums[2]).backward()
             norms.append(torch.nn.utils.clip_grad_norm_(w.values(), 3.0).item())
             optimizer.step()
-            others = [(ratio - 1 - ratio.log()).mean().item(), ratio.clamp(max=1).mean().item()]
-            losses.append([x.item() / 64 for x in sums] + others + [norms[-1] / 64])
+            rho = ratio.clamp(max=1).mean().item()
+            if p < 2:
+                others = [(ratio - 1 - ratio.log()).mean().item(), rho]
+                losses.append([x.item() / 64 for x in sums] + others + [norms[-1] / 64])
+            else:
+                replay_rho.append(rho)
     assert max(norms) > 3 and explained > 5e-4  # else they were not tested
     columns = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/rho_mean", "train/grad_norm")
     np.testing.assert_allclose([metrics[x] for x in columns], np.mean(losses, 0), rtol=1e-3, atol=1e-6)
     assert metrics["train/explained_variance"] == pytest.approx(explained, rel=5e-3)
     assert metrics["train/lr"] == pytest.approx(2e-2) and metrics["train/ent_coef"] == pytest.approx(0.03)
+    if replay:
+        assert metrics["replay/rho_mean"] == pytest.approx(np.mean(replay_rho), rel=1e-4) and replay_rho[0] < 0.999
     for key, x in w.items():
         torch.testing.assert_close(saved["agent"][key].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=key)
 

@@ -1,7 +1,7 @@
 """SND-V as in michalnand's older "snd" run on Breakout: other convolutions, pixelated pairs.
 
     python benchmark/variants/snd_breakout.py --env-id Breakout --ext-coef 0 --eta 0.256 \\
-        --num-envs 32 --minibatch-size 128 --fire-reset  # the bonus only, no reward
+        --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000  # no reward
 
 Source: github.com/michalnand/reinforcement_learning. It replaces two things in ppo_atari_snd.py:
 the convolutions of `--snd-net elu4` (target and predictor), and `hide_tiles`, which distorts the
