@@ -28,11 +28,11 @@ Departures, effects not measured:
 - EnvPool: another grey and resizing, random no-ops after a lost life too (theirs one),
   FIRE for one frame (theirs 4, then action 2), and a step after each end that ignores its
   action (masked here);
-- 32 environments for one policy (theirs 16 for each of two: run a second seed);
+- one policy with 32 environments (theirs: two with 16 each; for a second one run a second seed);
 - a game cut at the time limit bootstraps from its last observation (the card: the cut is an end);
 - the learning rate falls towards 0 (theirs to 0.75 of the first, for its end is counted in frames);
-- GAE's values are denormalised by the actor's statistics, only the last one by the learner's
-  (theirs: all by the learner's; the last one is by the learner's weights there too);
+- GAE's values are denormalised by the statistics of acting, only the bootstrap value by the present
+  ones (theirs: all by the present ones); the present weights make the bootstrap value in both;
 - frame statistics leave out the extra observation, those of returns masked rows;
 - masked rows stay in GAE (theirs skips them, and scales the learning rate by the valid share);
 - deviations are over n rows (theirs n - 1), the advantages' at least 1e-4 (theirs 1e-7);
@@ -61,6 +61,7 @@ import time
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -122,7 +123,7 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
     sync: bool = False  # act, then learn, without overlap; equal CPU runs write equal metrics
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead of the learner
-    max_policy_lag: int = 1000  # mask rows this many SGD steps old; here at most 2 * 8 * 4 = 64
+    max_policy_lag: int = 1000  # mask rows as many SGD steps old or older; by default none is
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # GAE's lambda
@@ -137,24 +138,24 @@ def check(args: Args):
     """Raise UsageError for settings that cannot work."""
     T = args.num_steps
     num_rows = args.minibatch_size * args.num_minibatches
-    if min(args.num_envs, args.num_groups, T, args.num_minibatches, args.update_epochs) < 1:
-        flags = "--num-envs, --num-groups, --num-steps, --num-minibatches, --update-epochs"
-        raise UsageError(f"{flags}: must be at least 1")
-    if min(args.seed, args.num_batches_to_accumulate, args.micro_batch, args.eval_episodes) < 0:
-        flags = "--seed, --num-batches-to-accumulate, --micro-batch, --eval-episodes"
-        raise UsageError(f"{flags}: at least 0")
+    for name in ("num_envs", "num_groups", "num_steps", "num_minibatches", "update_epochs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
+        max_grad_norm num_batches_to_accumulate""".split()
+    for name in at_least_0:
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
     if args.minibatch_size < 2 or args.minibatch_size % T:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: a multiple of --num-steps {T}")
     rollout = args.num_envs // args.num_groups * T
     if num_rows % rollout:
-        rule = f"whole rollouts of a group, {rollout} rows each"
-        raise UsageError(f"--num-minibatches {args.num_minibatches}: not {rule}")
+        rule = f"a multiple of {rollout}, a group's rollout (num-envs / num-groups x num-steps)"
+        raise UsageError(f"--minibatch-size x --num-minibatches = {num_rows}: must be {rule}")
     if args.total_timesteps < num_rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {num_rows * WORLD}")
-    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
-        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -171,9 +172,10 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`, but not at the time limit. Only whole games
-    are reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that
-    ends in EnvPool's no-ops after a lost life is reported late; the next has the rest of its time.
+    With episodic_life a lost life sets `terminated`, but not at the time limit, and reset() goes on
+    with a game that is not over. Only whole games are reported (after such a reset: their rest), in
+    info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that ends in EnvPool's
+    no-ops after a lost life is reported late; the next has the rest of its time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -274,7 +276,7 @@ class Normalizer(nn.Module):
         self.sums[2] = unit**2
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in float32, which is exact for 64 rows."""
+        """x: (B, *shape). Pixels are summed in float32, exact for 64 rows: 64 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(64):
@@ -295,9 +297,9 @@ class Normalizer(nn.Module):
 
 
 class Agent(nn.Module):
-    """Sample Factory's convnet_atari: uint8 (B, C, S, S) -> logits (B, A), value (B,).
+    """Sample Factory's convnet_atari: uint8 (B, C, H, W) -> logits (B, A), value (B,).
 
-    The value is a normalised return; self.returns.denormalize makes it one in rewards.
+    The value is a normalised return; self.returns.denormalize gives it "in rewards", their unit.
     """
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
@@ -465,10 +467,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict. `size`
-    rollouts make a dataset. At most the one that the learner waits for and `ahead` more are begun;
-    a group with nothing to play rests. So a row that arrives was played at most `ahead` datasets'
-    SGD steps ago, and ages while it is trained on. With `ahead` 0, `size` 1 groups take turns.
+    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict; `size`
+    rollouts are a dataset. Begun are those of the dataset that the learner waits for and of the
+    `ahead` next ones; a group with none to play rests. So rows that arrive were played at most
+    `ahead` datasets' SGD steps ago, and age in training. With ahead=0, size=1 groups take turns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -596,6 +598,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         raise UsageError("observations: must be uint8 (C, H, W)")
     obs_shape = envs[0].single_observation_space.shape
     num_actions = envs[0].single_action_space.n
+    if len(obs_shape) != 3 or min(obs_shape[1:]) < 36:
+        raise UsageError(f"observations of shape {obs_shape}: must be (C, H, W) from 36 pixels on")
 
     torch.manual_seed(args.seed)  # equal first weights on all ranks
     agent = Agent(obs_shape, num_actions, args).to(device)
@@ -639,9 +643,9 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
     logger = Logger(args, device, step, total)
     rollouts_per_dataset = num_rows // (T * N)
-    rollouts = math.ceil((total - step) / batch_size) * rollouts_per_dataset
+    num_rollouts = math.ceil((total - step) / batch_size) * rollouts_per_dataset
     ahead = 0 if args.sync else args.num_batches_to_accumulate
-    actors = Actors(groups, agent, appo_rollout, T, rollouts_per_dataset, ahead, rollouts)
+    actors = Actors(groups, agent, appo_rollout, T, rollouts_per_dataset, ahead, num_rollouts)
     last_save = time.monotonic()
     metrics = {}
     try:
@@ -726,7 +730,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 if args.vtrace and epoch == 0:
                     agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
             num_updates = args.update_epochs * args.num_minibatches
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             logger.lap("learn", batch_size)
@@ -754,7 +758,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                 "train/return_std": agent.returns.std.item(),
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
-                "time/env_s": env_s,
+                "time/env_s": env_s,  # of all groups, which play while the learner trains
                 "time/policy_s": policy_s,
             }
             due = args.eval_every and next_step // args.eval_every > step // args.eval_every
@@ -782,6 +786,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
     result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
     if own_envs and args.eval_episodes and RANK == 0:
+        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
         result["eval"] = {"step": step, "splits": evaluate(agent, args)}
         (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
     return result
@@ -790,14 +795,14 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+def evaluate(agent: Agent, args: Args) -> dict:
     """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
-    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
+    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"))
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
@@ -854,7 +859,8 @@ def set_up(args: Args) -> torch.device:
     if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
@@ -941,7 +947,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
+        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

@@ -5,14 +5,15 @@
     python impala_procgen.py --resume runs/NAME          # go on with a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. Groups of environments take turns: some play a batch, the learner trains, the next
-play. --no-sync: groups play meanwhile, a thread each. --compile, --precision: of the learner only.
+arXiv:1912.01588. Groups of environments take turns: some play a batch, then the learner trains on
+it, then the next ones play. With --no-sync those play while it trains, a thread each. --compile and
+--precision are the learner's only.
 
-Measured on starpilot, all levels, with `--channels 16 32 32`, mean training return from 0.9M to 1M
-steps: 6.3 and 5.7 in bf16 (two seeds); 6.5 in fp32, 3.0 with --no-sync, 12.1 by ppo_procgen.py
-(one seed each); 8.1 by OpenAI's PPO. From 1.8M to 2M: 12.3 in fp32 (one seed); 15.5 by OpenAI's PPO
-(three runs). The defaults were chosen on this game. With the entry's flags added it reaches 2.8
-from 0.9M to 1M (fp32, one seed):
+Measured on starpilot, on which the defaults were chosen, all levels, `--channels 16 32 32`, one or
+two CPU cores. Mean training return from 0.9M to 1M steps: 6.3 and 5.7 in bf16 (two seeds), 6.5 in
+fp32 (one), 3.0 with --no-sync (one); ppo_procgen.py 12.1 (one), OpenAI's PPO 8.1 (three). From 1.8M
+to 2M: 12.3 in fp32 (one), OpenAI's PPO 15.5 (three). With the entry's flags added 2.8 from 0.9M to
+1M (fp32, one):
     python impala_procgen.py --no-sync --num-envs 16 --num-groups 2 --num-steps 200
         --minibatch-size 1600 --update-epochs 3 --replay-slots 0 --replay-proportion 0
         --lr 0 1e-4 1e6 5e-4 8e6 1e-4 --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
@@ -21,7 +22,7 @@ Unlike the paper, as in the entry's code (RLlib 0.8.7 on TensorFlow 2.3, graph m
 pooling before a ReLU, frames t-3 and t. Replay in batches of its own (paper: half of each batch).
 
 Departures, effects not measured: losses are means over rows; the entry sums a batch of 1,600, so
-its Adam's epsilon (1e-8) and limit of the gradient (0.5; the one above) are divided by 1,600 here.
+its Adam's epsilon 1e-8 and limit of the gradient's norm 0.5 are divided by 1,600 here.
 A fragment's last row is trained too (the entry only bootstraps from it). With --no-sync actors take
 new weights at each step (the entry: each fragment), at most 2 batches ahead (the entry: 21). Group
 g first plays g rollouts of random actions. PyTorch's Adam adds epsilon after the bias correction.
@@ -47,6 +48,7 @@ import time
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -121,15 +123,15 @@ class Args:
 
 def check(args: Args):
     """Raise UsageError for settings that cannot work."""
-    if min(args.num_envs, args.num_groups, args.num_steps, args.update_epochs) < 1:
-        flags = "--num-envs, --num-groups, --num-steps, --update-epochs"
-        raise UsageError(f"{flags}: must be at least 1")
-    if min(args.seed, args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
-        flags = "--seed, --num-levels, --start-level, --micro-batch, --eval-episodes"
-        raise UsageError(f"{flags}: at least 0")
-    if min(args.num_batches_to_accumulate, args.replay_slots, args.replay_proportion) < 0:
-        flags = "--num-batches-to-accumulate, --replay-slots, --replay-proportion"
-        raise UsageError(f"{flags}: at least 0")
+    for name in ("num_envs", "num_groups", "num_steps", "update_epochs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
+        max_grad_norm num_levels start_level num_batches_to_accumulate replay_slots
+        replay_proportion""".split()
+    for name in at_least_0:
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
     rows = args.num_envs // args.num_groups * args.num_steps
@@ -140,8 +142,6 @@ def check(args: Args):
     batch_size = args.minibatch_size * WORLD
     if args.total_timesteps < batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {batch_size}")
-    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
-        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -198,7 +198,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
-    if args.env_id not in GAMES:  # as after training on an environment of one's own
+    if args.env_id not in GAMES:  # a run on an environment of one's own has another name
         raise UsageError(f"--env-id {args.env_id}: not one of {', '.join(GAMES)}")
     envs = ProcgenEnvs(
         STACKS[args.stack],
@@ -210,7 +210,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         rand_seed=stream_seed(args.seed, stream),
         num_threads=args.env_threads or CORES,
     )
-    return RecordEpisodeStatistics(envs)  # whole games', in info["episode"]; knows both autoresets
+    return RecordEpisodeStatistics(envs)  # puts what a game that ends reached into info["episode"]
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -365,10 +365,10 @@ class Group:
 class Actors:
     """Groups of environments, each stepped by a thread of its own with the newest published agent.
 
-    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict. `size`
-    rollouts make a dataset. At most the one that the learner waits for and `ahead` more are begun;
-    a group with nothing to play rests. So a row that arrives was played at most `ahead` datasets'
-    SGD steps ago, and ages while it is trained on. With `ahead` 0, `size` 1 groups take turns.
+    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict; `size`
+    rollouts are a dataset. Begun are those of the dataset that the learner waits for and of the
+    `ahead` next ones; a group with none to play rests. So rows that arrive were played at most
+    `ahead` datasets' SGD steps ago, and age in training. With ahead=0, size=1 groups take turns.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
@@ -483,9 +483,10 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
     if sizes != [N] * args.num_groups or modes != {AutoresetMode.SAME_STEP}:
         needed = f"{args.num_groups} groups of {N} environments, same-step autoreset"
         raise UsageError(f"--num-envs {args.num_envs}: needs {needed}; not {sizes}, {modes}")
-    if envs[0].single_observation_space.dtype != np.uint8:
-        raise UsageError("observations: must be uint8 (C, H, W)")
-    obs_shape = envs[0].single_observation_space.shape
+    space = envs[0].single_observation_space
+    obs_shape = space.shape
+    if space.dtype != np.uint8 or len(obs_shape) != 3 or obs_shape[0] > obs_shape[2]:
+        raise UsageError(f"observations {space}: must be uint8 (C, H, W)")
     num_actions = envs[0].single_action_space.n
 
     torch.manual_seed(args.seed)  # equal first weights on all ranks
@@ -504,7 +505,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
         seed = stream_seed(args.seed, f"{stream} actions {g}")
         groups.append(Group(envs[g], seed, device, head_start=g * T))
     replay_rng = random.Random(args.seed)  # all ranks need equally many passes
-    ring = deque(maxlen=args.replay_slots * (args.replay_proportion > 0))  # the newest batches
+    ring = deque(maxlen=args.replay_slots if args.replay_proportion else 0)  # the newest batches
     num_fragments = args.minibatch_size // T
     micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
     piece_fragments = max(1, micro_batch // T)  # V-trace needs whole ones
@@ -527,9 +528,9 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
     logger = Logger(args, device, step, total)
     rollouts_per_batch = args.minibatch_size // (T * N)
-    rollouts = math.ceil((total - step) / batch_size) * rollouts_per_batch
+    num_rollouts = math.ceil((total - step) / batch_size) * rollouts_per_batch
     ahead = 0 if args.sync else args.num_batches_to_accumulate
-    actors = Actors(groups, agent, impala_rollout, T, rollouts_per_batch, ahead, rollouts)
+    actors = Actors(groups, agent, impala_rollout, T, rollouts_per_batch, ahead, num_rollouts)
     last_save = time.monotonic()
     metrics = {}
     try:
@@ -548,7 +549,8 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             # Replay: the newest batch may be drawn as well
             ring.append(new_batch)
             num_replayed = int(args.replay_proportion)
-            num_replayed += replay_rng.random() < args.replay_proportion % 1  # 2.5: two or three
+            if replay_rng.random() < args.replay_proportion % 1:  # 2.5: two or three
+                num_replayed += 1
             replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
 
             # Update: the new batch, then the replayed ones, each update_epochs times
@@ -556,12 +558,11 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
             sums = defaultdict(float)  # of the batches' means, over passes
-            values, targets = [], []  # of its first pass
-            passes = [new_batch] * args.update_epochs
+            values, targets = [], []  # of the new batch's first pass
+            passes = [("", new_batch)] * args.update_epochs  # prefix of its sums, batch
             for old_batch in replayed:
-                passes += [old_batch] * args.update_epochs
-            for p, batch in enumerate(passes):
-                is_new = p < args.update_epochs
+                passes += [("replay/", old_batch)] * args.update_epochs
+            for p, (prefix, batch) in enumerate(passes):
                 optimizer.zero_grad()
                 for start in range(0, num_fragments, piece_fragments):
                     piece = slice(start, start + piece_fragments)
@@ -574,7 +575,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     loss -= ent_coef * shares["entropy"]
                     loss.backward()
                     for name, share in shares.items():
-                        sums[name if is_new else f"replay/{name}"] += share.detach()
+                        sums[prefix + name] += share.detach()
                     if p == 0:
                         values.append(value[:-1].detach())
                         targets.append(vs)
@@ -582,8 +583,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
                     parameter.grad = sum_over_ranks(parameter.grad) / WORLD
                 limit = args.max_grad_norm or np.inf  # inf: only measures the norm
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
-                if is_new:
-                    sums["grad_norm"] += grad_norm
+                sums[prefix + "grad_norm"] += grad_norm
                 optimizer.step()
                 agent.version += 1
                 actors.publish(agent)
@@ -592,7 +592,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             divisor = args.update_epochs * WORLD  # a mean over passes and ranks
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             logger.lap("learn", batch_size)
-            if not np.isfinite(sum(means.values()) + grad_norm.item()):
+            if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
             next_step = step + batch_size
@@ -646,6 +646,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 
     result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
     if own_envs and args.eval_episodes and RANK == 0:
+        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
         result["eval"] = {"step": step, "splits": evaluate(agent, args)}
         (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
     return result
@@ -654,7 +655,7 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+def evaluate(agent: Agent, args: Args) -> dict:
     """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
@@ -664,7 +665,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     for split in ["train", "test"] if args.num_levels else ["test"]:
         envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
         seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed, greedy)
+        returns, lengths = play(agent, envs, games, seed)
         envs.close()
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
@@ -724,7 +725,8 @@ def set_up(args: Args) -> torch.device:
     if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
@@ -811,7 +813,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
+        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

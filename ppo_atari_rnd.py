@@ -11,10 +11,11 @@ arXiv:1506.02438. Setting: the paper's table 5; github.com/openai/random-network
 Measured on one CPU core, bf16. Breakout without its reward (the README's command), 1M steps, one
 seed: 14.3 in training, 13.7 +- 0.5 evaluated (standard error, 100 games; random play 1.7). A short
 run needs a large `--int-coef`: the normalised bonus is about 0.01 a step, and with 1, not 30, play
-was still random after 0.24M steps. Montezuma's Revenge, 2M steps of 512 environments with 30
-(`two_cores` of benchmark/run.py), two seeds, games with the key: 58 and 15 of 100 in evaluation, 0
-of the 7,444 that ended in training; without the bonus 0 and 0 of 100, and 1 of 6,660. With it after
-0.2M and 0.4M steps more: 17 of 50 and 1 of 100 in evaluation. Not run: the 492M.
+was still random after 0.24M steps. Montezuma's Revenge (`two_cores` of benchmark/run.py), 2M steps
+of 512 environments, `--int-coef 30`, two seeds: the key was taken in 58 and 15 of 100 evaluation
+games, but in none of the 7,444 training games that ended; without the bonus in 0 and 0 of 100, and
+in 1 of 6,660. Trained for 0.2M and 0.4M steps more, with the bonus: in 17 of 50 and 1 of 100
+evaluation games. Not run: the 492M.
 
 Unlike most PPO, as in the authors' code:
 - two value heads with a discount each; intrinsic returns run on through the ends of games;
@@ -49,6 +50,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -114,7 +116,7 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
     int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
-    bonus_after: int = 0  # steps without a bonus; errors, large at first, stay out of its divisor
+    bonus_after: int = 0  # first step with a bonus; the errors before it stay out of its divisor
     predictor_share: float = 0  # share of rows that train the predictor; 0 = min(1, 32 / all envs)
     warmup_steps: int = 6400  # random steps per environment that start the frame statistics
     # network
@@ -126,17 +128,19 @@ def check(args: Args):
     """Raise UsageError for settings that cannot work."""
     T = args.num_steps
     rows = args.num_envs * T
-    if min(args.num_envs, T, args.update_epochs) < 1:
-        raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
-    if min(args.seed, args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--seed, --warmup-steps, --micro-batch, --eval-episodes: at least 0")
+    for name in ("num_envs", "num_steps", "update_epochs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
+        max_grad_norm warmup_steps""".split()
+    for name in at_least_0:
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.minibatch_size < 1 or rows % args.minibatch_size or args.minibatch_size % T:
         rule = f"a multiple of --num-steps {T} and a divisor of {rows}"
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be {rule}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
-        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     if args.memory == "gru" and args.compile:
@@ -155,9 +159,10 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`, but not at the time limit. Only whole games
-    are reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that
-    ends in EnvPool's no-ops after a lost life is reported late; the next has the rest of its time.
+    With episodic_life a lost life sets `terminated`, but not at the time limit, and reset() goes on
+    with a game that is not over. Only whole games are reported (after such a reset: their rest), in
+    info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that ends in EnvPool's
+    no-ops after a lost life is reported late; the next has the rest of its time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -409,8 +414,8 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
     """What the loss is made of, a number a row: logits (B, A) and values (B, 2) are the new ones.
 
-    policy: negated clipped surrogate (PPO, eq. 7); value: half the squared errors of the heads
-    in use (2,); approx_kl: the sampled estimate r - 1 - log r of KL(old || new).
+    policy: negated clipped surrogate (PPO, eq. 7); value: half the squared errors of the
+    heads that in_use (2,) marks; approx_kl: the estimate r - 1 - log r of KL(old || new).
     """
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
@@ -539,7 +544,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     try:
         obs, _ = envs.reset()
         if step == 0:
-            logger.say(f"{args.warmup_steps * N:,} random steps for frame statistics")
+            logger.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
             for _ in range(args.warmup_steps):
                 obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
                 rnd.frames.update(torch.from_numpy(obs[:, -1:]).to(device))
@@ -590,8 +595,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
             # Targets
             with torch.no_grad():  # valid is only for the memory returned, which is dropped here
-                _, next_value, _ = forward(next_obs, memory, torch.ones(N, device=device))
-            values = torch.cat([rollout["value"], next_value[None]]).cpu()
+                _, last_value, _ = forward(next_obs, memory, torch.ones(N, device=device))
+            values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             # The row after an end has a meaningless delta. The loss masks that row, and done of the
             # row before keeps it out of the others. The bonus' trace runs through it too.
@@ -621,7 +626,8 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     last = first + args.minibatch_size
                     minibatch = {name: column[first:last] for name, column in batch.items()}
                     num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
-                    drawn = torch.rand(args.minibatch_size) < predictor_share  # on the CPU
+                    # Drawn on the CPU, for nonzero() makes a GPU wait.
+                    drawn = torch.rand(args.minibatch_size) < predictor_share
                     num_drawn = sum_over_ranks(drawn.sum()).clamp(min=1).item()
                     optimizer.zero_grad()
                     for start in range(0, args.minibatch_size, micro_batch):
@@ -649,7 +655,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
                     optimizer.step()
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
             num_updates = args.update_epochs * T * N // args.minibatch_size
             means = {name: sum_over_ranks(x).item() / num_updates for name, x in sums.items()}
             logger.lap("learn")
@@ -704,6 +710,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
     result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
     if own_envs and args.eval_episodes and RANK == 0:
+        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
         result["eval"] = {"step": step, "splits": evaluate(agent, args)}
         (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
     return result
@@ -712,14 +719,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+def evaluate(agent: Agent, args: Args) -> dict:
     """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
-    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
+    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"))
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
@@ -780,7 +787,8 @@ def set_up(args: Args) -> torch.device:
     if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
@@ -867,7 +875,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
+        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

@@ -18,14 +18,14 @@ A frame is novel, and pays a bonus, where a predictor fails to predict a target 
 RND's random target, says the paper, gives similar frames similar features: its bonus is soon small.
 Here the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
 (SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults: SND-V as run
-cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library of 2023 computes it
-(three of that run's four logs are older: no penalty of large features, noise on every frame).
+cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library of 2023 computes it.
 $PAPER: the settings of the paper's code.
 
 Measured, one seed: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
 steps: in training 15.2 (michalnand's one run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). Bonus
 of unseen frames over that of seen ones: SND-V 69 (a random target 80); with $PAPER's frames SND-VIC
-72, SND-STD 1.2 (a random target 280), one seed each (benchmark/README.md).
+72, SND-STD 1.2 (a random target 280), one seed each (benchmark/README.md): SND-STD's bonus hardly
+told new frames from old ones.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
@@ -62,6 +62,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -136,7 +137,7 @@ class Args:
     snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
     motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
     """target and predictor learn after the policy, in its minibatches or in one ordered pass"""
-    predictor_share: float = 0  # of the squared errors, drawn anew; 0 = min(1, 32 / all envs)
+    predictor_share: float = 0  # share of its (row, feature) errors used; 0 = min(1, 32 / all envs)
     predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
     warmup_steps: int = 256  # random steps per environment that start the frame statistics
     # network
@@ -149,16 +150,18 @@ class Args:
 def check(args: Args):
     """Raise UsageError for settings that cannot work."""
     rows = args.num_envs * args.num_steps
-    if min(args.num_envs, args.num_steps, args.update_epochs, args.pairs) < 1:
-        raise UsageError("--num-envs, --num-steps, --update-epochs, --pairs: must be at least 1")
-    if min(args.seed, args.warmup_steps, args.micro_batch, args.eval_episodes) < 0:
-        raise UsageError("--seed, --warmup-steps, --micro-batch, --eval-episodes: at least 0")
+    for name in ("num_envs", "num_steps", "update_epochs", "pairs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
+        max_grad_norm warmup_steps""".split()
+    for name in at_least_0:
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.minibatch_size < 2 or rows % args.minibatch_size:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: a divisor of {rows} from 2 on")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
-        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -175,9 +178,10 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     The step after an end ignores its action, has reward 0 and shows the next first observation: it
     is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`, but not at the time limit. Only whole games
-    are reported, in info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that
-    ends in EnvPool's no-ops after a lost life is reported late; the next has the rest of its time.
+    With episodic_life a lost life sets `terminated`, but not at the time limit, and reset() goes on
+    with a game that is not over. Only whole games are reported (after such a reset: their rest), in
+    info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that ends in EnvPool's
+    no-ops after a lost life is reported late; the next has the rest of its time.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -418,8 +422,8 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
     """What the loss is made of, a number a row: logits (B, A) and values (B, 2) are the new ones.
 
-    policy: negated clipped surrogate (PPO, eq. 7); value: half the squared errors of the heads
-    in use (2,); approx_kl: the sampled estimate r - 1 - log r of KL(old || new).
+    policy: negated clipped surrogate (PPO, eq. 7); value: half the squared errors of the
+    heads that in_use (2,) marks; approx_kl: the estimate r - 1 - log r of KL(old || new).
     """
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
@@ -494,8 +498,9 @@ def infonce(patches, whole, local, features):
     """SND-STD's loss: which frame of the batch comes next? (ST-DIM with two regularisers.)
 
     patches: (P, B, K), maps of the frames; whole: (B, K), of the next frames; local: (P, B, K), of
-    their patches; features: (B, D), of the frames. 1e-4 x the norm of a patch's (B, B) logits keeps
-    them small, -1e-4 x the deviation across a frame's features spreads those.
+    their patches; features: (B, D), of the frames. The regularisers: 1e-4 x the
+    norm of a patch's (B, B) logits, to keep them small; -1e-4 x the deviation across a frame's
+    features, to spread them.
     """
     P, B, _ = patches.shape
     answers = torch.arange(B, device=patches.device).repeat(P)  # frame i is followed by candidate i
@@ -647,7 +652,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             snd.frames.update(newest[: T * N])
             logger.lap("bonus")
 
-            # Targets. The bonus of row t is for o_t: a_{t-1} led there; its return has it
+            # Targets. Row t's bonus is for o_t, to which a_{t-1} led: it is part of its return
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             lam = args.gae_lambda
@@ -740,7 +745,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             means = {name: mean.item() for name, mean in means.items()}
             logger.lap("learn")
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
             if not np.isfinite(sum(means.values())):
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             next_step = step + batch_size
@@ -766,7 +771,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                 "train/valid_frac": valid.mean().item(),
                 "int/reward_raw": raw_bonus.mean().item(),
                 "int/reward_norm": bonus.mean().item(),  # scaled and limited, not normalised
-                "int/return_std": targets[is_valid][:, 1].std().item(),
+                "int/return_std": targets[is_valid][:, 1].std().item(),  # in RND the bonus' divisor
                 "int/explained_variance": explained_int,
             }
             due = args.eval_every and next_step // args.eval_every > step // args.eval_every
@@ -793,6 +798,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
     result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
     if own_envs and args.eval_episodes and RANK == 0:
+        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
         result["eval"] = {"step": step, "splits": evaluate(agent, args)}
         (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
     return result
@@ -801,14 +807,14 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+def evaluate(agent: Agent, args: Args) -> dict:
     """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
     """
     games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
     envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
-    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"), greedy)
+    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"))
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
@@ -865,7 +871,8 @@ def set_up(args: Args) -> torch.device:
     if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
@@ -952,7 +959,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
+        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

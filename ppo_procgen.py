@@ -7,11 +7,12 @@
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438. Network:
 IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
-Mean training return from 0.9M to 1M steps on all levels (OpenAI's PPO, three runs, in brackets).
-With `--channels 16 32 32`, one seed each: starpilot 12.1 (8.1 +- 0.2), fruitbot 2.7 (10.4 +- 1.0),
-coinrun 6.9 (6.8 +- 0.1), jumper 5.8 in bf16 (6.2 +- 0.1), bossfight 0.4 (0.9 +- 0.2); bigfish from
-3.6M to 4M 16.3 (6.7 +- 0.7), 8M not finished (the entry, wide network, one run: 26.3). In OpenAI's
-setting (the README's), two seeds: starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5.
+Measured: mean training return from 0.9M to 1M steps, all levels, one or two CPU cores; in brackets
+OpenAI's PPO (three runs). One seed each, `--channels 16 32 32`: starpilot 12.1 (8.1 +- 0.2),
+coinrun 6.9 (6.8 +- 0.1), jumper in bf16 5.8 (6.2 +- 0.1), fruitbot 2.7 (10.4 +- 1.0), bossfight 0.4
+(0.9 +- 0.2); bigfish from 3.6M to 4M 16.3 (6.7 +- 0.7), not finished: of 8M, where the entry's one
+run, of the wide network, reached 26.3. Two seeds with OpenAI's flags (they are in the README):
+starpilot 7.9 +- 0.3, fruitbot 9.0 +- 1.5.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mode):
 - a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
@@ -20,8 +21,9 @@ Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mod
 - no gradient clipping, a piecewise linear learning rate, frames t-3 and t as input.
 
 Departures, effects not measured: PyTorch's Adam adds epsilon after the bias correction, that of
-TensorFlow before it; the entry's first update has a rate of 5e-5. Left out on purpose: films
-(benchmark/evaluate.py), augmentation (benchmark/variants), emulator states in checkpoints.
+TensorFlow before it; the entry's first update still has RLlib's default rate, 5e-5.
+Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), emulator
+states in checkpoints.
 """
 
 import contextlib
@@ -37,6 +39,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -116,17 +119,18 @@ class Args:
 def check(args: Args):
     """Raise UsageError for settings that cannot work."""
     rows = args.num_envs * args.num_steps
-    if min(args.num_envs, args.num_steps, args.update_epochs) < 1:
-        raise UsageError("--num-envs, --num-steps, --update-epochs: must be at least 1")
-    if min(args.seed, args.num_levels, args.start_level, args.micro_batch, args.eval_episodes) < 0:
-        flags = "--seed, --num-levels, --start-level, --micro-batch, --eval-episodes"
-        raise UsageError(f"{flags}: at least 0")
+    for name in ("num_envs", "num_steps", "update_epochs"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
+        max_grad_norm num_levels start_level""".split()
+    for name in at_least_0:
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if not 2 <= args.minibatch_size <= rows:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be from 2 to {rows}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    if min(args.torch_threads, args.env_threads, args.eval_every, args.max_grad_norm) < 0:
-        raise UsageError("--torch-threads, --env-threads, --eval-every, --max-grad-norm: 0 or more")
     if args.eval_every and not args.eval_episodes:
         raise UsageError("--eval-every: needs --eval-episodes")
     schedule(0, args.lr)  # raises UsageError
@@ -183,7 +187,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
-    if args.env_id not in GAMES:  # as after training on an environment of one's own
+    if args.env_id not in GAMES:  # a run on an environment of one's own has another name
         raise UsageError(f"--env-id {args.env_id}: not one of {', '.join(GAMES)}")
     envs = ProcgenEnvs(
         STACKS[args.stack],
@@ -195,7 +199,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         rand_seed=stream_seed(args.seed, stream),
         num_threads=args.env_threads or CORES,
     )
-    return RecordEpisodeStatistics(envs)  # whole games', in info["episode"]; knows both autoresets
+    return RecordEpisodeStatistics(envs)  # puts what a game that ends reached into info["episode"]
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -389,9 +393,10 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
         envs = RecordEpisodeStatistics(envs)
     if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
         raise UsageError(f"--num-envs {N}: needs {N} environments, same-step autoreset; not {envs}")
-    if envs.single_observation_space.dtype != np.uint8:
-        raise UsageError("observations: must be uint8 (C, H, W)")
-    obs_shape = envs.single_observation_space.shape
+    space = envs.single_observation_space
+    obs_shape = space.shape
+    if space.dtype != np.uint8 or len(obs_shape) != 3 or obs_shape[0] > obs_shape[2]:
+        raise UsageError(f"observations {space}: must be uint8 (C, H, W)")
     num_actions = envs.single_action_space.n
 
     torch.manual_seed(args.seed)  # equal first weights on all ranks
@@ -516,7 +521,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
                     sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
                     optimizer.step()
 
-            # Metrics: with torchrun the losses are all ranks', the games rank 0's
+            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
             divisor = args.update_epochs * num_minibatches * WORLD  # a mean over all minibatches
             means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
             last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
@@ -570,6 +575,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 
     result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
     if own_envs and args.eval_episodes and RANK == 0:
+        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
         result["eval"] = {"step": step, "splits": evaluate(agent, args)}
         (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
     return result
@@ -578,7 +584,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
+def evaluate(agent: Agent, args: Args) -> dict:
     """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
 
     Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
@@ -588,7 +594,7 @@ def evaluate(agent: Agent, args: Args, greedy: bool = False) -> dict:
     for split in ["train", "test"] if args.num_levels else ["test"]:
         envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
         seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed, greedy)
+        returns, lengths = play(agent, envs, games, seed)
         envs.close()
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
@@ -648,7 +654,8 @@ def set_up(args: Args) -> torch.device:
     if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
         libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
     if WORLD > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
@@ -735,7 +742,7 @@ class Logger:
         return metrics
 
     def write(self, metrics: dict):
-        if self.table is None:  # columns are known; drop a cut row, and rows after the checkpoint
+        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
             path = self.folder / "metrics.csv"
             lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
             rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]

@@ -169,6 +169,9 @@ def test_what_is_refused(tmp_path):
     for envs in ([fake(3)], [fake(), fake()]):
         with pytest.raises(UsageError, match="--num-envs, --num-groups: need 1 groups of 4"):
             run(tmp_path, envs)
+    for shape in [(4, 35, 60), (44, 44)]:
+        with pytest.raises(UsageError, match="from 36 pixels"):
+            run(tmp_path, [FakeVecEnv(random_episodes(4), shape=shape)])
     assert not list(tmp_path.iterdir())
 
 

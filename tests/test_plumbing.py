@@ -102,6 +102,7 @@ def test_files_of_a_run(script, capfd):
     out, error = capfd.readouterr()
     assert not error and "Gym" not in out  # gym's banner
     assert out.count("\nstep ") == 3 and out.count(f"\n{split}: return ") == 2
+    assert out.rpartition("\n")[0].splitlines()[-2] == "trained to step 192, evaluating; again: --resume runs/a"
     config = json.loads((folder / "config.json").read_text())
     assert config["script"] == script.name and config["args"]["num_envs"] == 4
     assert {"git", "cpu", "gpu", "torch", "ranks"} <= config.keys()
@@ -142,8 +143,12 @@ def test_environments_of_ones_own_and_switches(script, monkeypatch):
         with pytest.raises(script.module.UsageError, match="--num-envs"):
             script.train(wrong, run_name="x")
     for flag in ("max_grad_norm", "env_threads", "torch_threads", "eval_every"):
-        with pytest.raises(script.module.UsageError, match=flag.replace("_", "-")):
+        with pytest.raises(script.module.UsageError, match=f"--{flag.replace('_', '-')} -1: at least 0"):
             script.train(script.fake(), run_name="x", **{flag: -1})
+    channels_last = script.fake()
+    channels_last.single_observation_space = Box(0, 255, (64, 64, 12), np.uint8)
+    with pytest.raises(script.module.UsageError, match="^observations .*64, 64, 12"):
+        script.train(channels_last, run_name="x")
     floats = script.fake()
     floats.single_observation_space = Box(0, 1, script.shape, np.float32)  # cast to bytes they would be black
     with pytest.raises(script.module.UsageError, match="uint8"):
