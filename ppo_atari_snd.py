@@ -652,7 +652,7 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
             snd.frames.update(newest[: T * N])
             logger.lap("bonus")
 
-            # Targets. Row t's bonus is for o_t, to which a_{t-1} led: it is part of its return
+            # Targets. Row t's bonus is for o_t, to which a_{t-1} led: it is in a_{t-1}'s return
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             value_ext, value_int = values.unbind(-1)
             lam = args.gae_lambda
