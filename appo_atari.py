@@ -13,10 +13,10 @@ by a thread each, with the newest weights, while the learner trains on what is c
 and --precision change the learner only).
 
 Measured with the second command's flags. Breakout after 10M steps, one seed: in training 489
-(CleanRL's PPO, three runs: 211 +- 107 with EnvPool, 415 +- 20 without), in 100 games 516 +- 17. Of
-an earlier version, whose value clip had another centre: Pong after 500,000 steps, 3 seeds, 14.6 +-
-4.2, in 100 games each 16.6 +- 2.6; 2.1 times Sample Factory's speed (two pairs, other flags). Not
-run: the default.
+(CleanRL's PPO, another batch, three runs: 211 +- 107 with EnvPool, 415 +- 20 without), in 100 games
+516 +- 17. Of an earlier version, whose value clip had another centre: Pong, 500,000 steps, 3 seeds,
+14.6 +- 4.2, in 100 games each 16.6 +- 2.6; 2.1 times Sample Factory's speed (two pairs, other
+flags). Not run: the default.
 
 Unlike a textbook PPO, as in Sample Factory:
 - the ratio is clipped to [1 / (1 + clip), 1 + clip], and clamped to [0.05, 20] before;

@@ -21,11 +21,11 @@ Here the target learns to tell frames apart: by a contrastive loss of pairs from
 cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library of 2023 computes it.
 $PAPER: the settings of the paper's code.
 
-Measured, one seed: Breakout without its reward (benchmark/variants/snd_breakout.py, bf16), 1M
-steps: in training 15.2 (michalnand's one run 17.9), evaluated 18.0 +- 0.7 (random play 1.7). Bonus
-of unseen frames over that of seen ones: SND-V 69 (a random target 80); with $PAPER's frames SND-VIC
-72, SND-STD 1.2 (a random target 280), one seed each (benchmark/README.md): SND-STD's bonus hardly
-told new frames from old ones.
+Measured, one seed each. benchmark/variants/snd_breakout.py (another network, other pairs; bf16) on
+Breakout without its reward, 1M steps: in training 15.2 (michalnand's one run 17.9), evaluated 18.0
++- 0.7 (random play 1.7). This file's bonus of unseen frames over that of seen ones: SND-V 69 (a
+random target 80); with $PAPER's frames SND-VIC 72, SND-STD 1.2 (a random target 280): SND-STD's
+hardly told new frames from old ones.
 
 Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
 limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
