@@ -10,8 +10,8 @@ IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXi
 Measured: mean training return from 0.9M to 1M steps, all levels, one or two CPU cores; in brackets
 OpenAI's PPO (three runs). One seed each, `--channels 16 32 32`: starpilot 12.1 (8.1 +- 0.2),
 coinrun 6.9 (6.8 +- 0.1), jumper in bf16 5.8 (6.2 +- 0.1), fruitbot 2.7 (10.4 +- 1.0), bossfight 0.4
-(0.9 +- 0.2); bigfish from 3.6M to 4M 16.3 (6.7 +- 0.7), its run to 8M not finished (the entry, one
-run, wide network: 26.3). Two seeds with OpenAI's flags (in the README): starpilot 7.9 +- 0.3,
+(0.9 +- 0.2); bigfish from 7.2M to 8M steps 22.3 (10.3 +- 0.5), evaluated 24.2 +- 1.7 (the entry,
+one run, wide network: 26.3). Two seeds with OpenAI's flags (in the README): starpilot 7.9 +- 0.3,
 fruitbot 9.0 +- 1.5.
 
 Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mode):
