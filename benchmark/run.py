@@ -47,6 +47,8 @@ flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
 RND_512 = """--num-envs 512 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --bonus-after 100000
 --warmup-steps 256 --precision bf16 --total-timesteps 2000000"""
+RND_512_8M = """--num-envs 512 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --int-coef 30
+--bonus-after 100000 --warmup-steps 256 --total-timesteps 8000000"""
 RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512 --lr 2.5e-4 --fire-reset
 --bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
@@ -85,6 +87,9 @@ SUITES = {
         ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:narrow-sync", ["starpilot"], 1, f"{NARROW} --sync --total-timesteps 2000000"),
+        ("appo_atari:two-cores-0.5m", ["Pong"], 3, f"{TWO_CORES} --total-timesteps 500000"),
+        ("ppo_atari_rnd:512-8m", ["MontezumaRevenge"], 1, RND_512_8M),
+        ("ppo_atari_snd:no-reward", ["Breakout"], 1, NO_REWARD),
     ],
     "gpu": [
         ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
