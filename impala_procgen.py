@@ -1,56 +1,50 @@
-"""IMPALA on Procgen, as T. Tumiel tried it for his entry to the NeurIPS 2020 competition.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
+#     "tensorboard==2.21.0", "tqdm==4.70.1",
+# ]
+# ///
+"""IMPALA on Procgen, as in Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition.
 
     python impala_procgen.py --env-id bigfish            # 8M steps, easy, unlimited levels
     python impala_procgen.py --env-id bigfish --no-sync  # actors play while the learner trains
-    python impala_procgen.py --resume runs/NAME          # go on with a stopped run
+    python impala_procgen.py --resume runs/NAME          # continue a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. Groups of environments take turns: some play a batch, then the learner trains on
-it, then the next ones play. With --no-sync those play while it trains, a thread each. --compile and
---precision are the learner's only.
+arXiv:1912.01588. The environments form groups that take turns: some play a batch, then the learner
+trains on it. With --no-sync the next groups play while it trains, one thread per group.
 
-Measured on starpilot, on which the defaults were chosen, all levels, `--channels 16 32 32`, one or
-two CPU cores. Mean training return from 0.9M to 1M steps: 6.3 and 5.7 in bf16 (two seeds), 6.5 in
-fp32 (one), 3.0 with --no-sync (one); ppo_procgen.py 12.1 (one), OpenAI's PPO 8.1 (three). From 1.8M
-to 2M: 12.3 in fp32 (one), OpenAI's PPO 15.5 (three). With the entry's flags added 2.8 from 0.9M to
-1M (fp32, one):
-    python impala_procgen.py --no-sync --num-envs 16 --num-groups 2 --num-steps 200
-        --minibatch-size 1600 --update-epochs 3 --replay-slots 0 --replay-proportion 0
-        --lr 0 1e-4 1e6 5e-4 8e6 1e-4 --ent-coef 0.01 --vtrace-lambda 1 --max-grad-norm 3.125e-4
-
-Unlike the paper, as in the entry's code (RLlib 0.8.7 on TensorFlow 2.3, graph mode): Adam, average
-pooling before a ReLU, frames t-3 and t. Replay in batches of its own (paper: half of each batch).
-
-Departures, effects not measured: losses are means over rows; the entry sums a batch of 1,600, so
-its Adam's epsilon 1e-8 and limit of the gradient's norm 0.5 are divided by 1,600 here.
-A fragment's last row is trained too (the entry only bootstraps from it). With --no-sync actors take
-new weights at each step (the entry: each fragment), at most 2 batches ahead (the entry: 21). Group
-g first plays g rollouts of random actions. PyTorch's Adam adds epsilon after the bias correction.
-
-Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), RMSprop (the
-paper's), V-trace's limits other than 1, emulator states and replay in checkpoints.
+Unlike the paper, as in the entry (RLlib 0.8.7): Adam; average pooling before a ReLU; frames t-3 and
+t as input; replayed batches are whole batches (paper: half of each batch).
+Departures, results and the commands behind them: docs/impala_procgen.md.
 """
 
 import contextlib
 import copy
-import csv
 import ctypes
+import difflib
+import errno
+import fcntl
 import io
 import json
 import math
 import os
+import platform
+import queue
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -66,7 +60,7 @@ from tqdm import tqdm
 
 RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
 
@@ -74,108 +68,98 @@ maze miner ninja plunder starpilot""".split()
 @dataclass
 class Args:
     # run
-    env_id: Literal[*GAMES] = "bigfish"  # game
-    total_timesteps: int = 8_000_000  # agent steps of all environments, floored to whole iterations
-    seed: int = 1  # equal runs on a CPU (not with --no-sync) write equal metrics, but for time/*
+    env_id: str = "bigfish"  # Procgen game
+    total_timesteps: int = 8_000_000  # total environment steps, rounded down to whole batches
+    seed: int = 1  # on a CPU, --sync runs with the same flags write identical metrics (not time/*)
     run_dir: str = "runs"  # folder of all runs
-    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on in; its flags apply unless given here
-    device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
-    env_threads: int = 0  # threads that step a group's environments; 0 = the core count
-    compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
-    micro_batch: int = 0  # rows computed at once, in whole fragments; 0 = 64 on a CPU, else all
-    checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
-    eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    quiet: bool = False  # only results, no progress
+    run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
+    resume: str = ""  # folder of a run to continue; its saved flags are the defaults
+    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
+    threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
+    compile: bool = False  # torch.compile the learner's network; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
+    micro_batch: int = 0  # rows per forward pass, whole fragments; 0 = 64 on a CPU, all on a GPU
+    checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
+    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
+    quiet: bool = False  # no progress, only evaluations
     # environment
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
-    stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
-    num_envs: int = 128  # environments, of each process under torchrun
-    num_groups: int = 4  # groups of them; group k % num_groups plays rollout k
-    # optimisation
-    num_steps: int = 64  # length of a group's rollout; a fragment is one environment's part
-    minibatch_size: int = 2048  # rows of a batch, whole rollouts; a pass over it is one SGD step
+    stack: Literal["none", "gap", "full"] = "gap"  # input: frame t; t-3 and t; or t-3 to t
+    num_envs: int = 128  # parallel environments (per process, with torchrun)
+    num_groups: int = 4  # groups of environments; group k % num_groups plays rollout k
+    # optimization
+    num_steps: int = 64  # rollout length; a fragment is one environment's part of a rollout
+    minibatch_size: int = 2048  # rows of a batch, in whole rollouts of a group; one SGD step each
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
-    """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
-    adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, for means instead of sums
-    max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
+    """learning rate: a number, or step value step value ..., linear in between, constant outside;
+    steps are absolute and do not stretch with --total-timesteps"""
+    adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, as losses are means, not sums
+    max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: actors play while the learner trains
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead, with --no-sync
     replay_slots: int = 16  # newest batches kept for replay, 51 MB each; 0 = no replay
-    replay_proportion: float = 3  # replayed batches per new one, drawn uniformly from the slots
+    replay_proportion: float = 3  # replayed batches per new one, at most 100; 0 = no replay
     # algorithm
     gamma: float = 0.99  # discount
-    vtrace_lambda: float = 0.9  # multiplies V-trace's trace weights c; 1 = the paper
-    vf_coef: float = 0.5  # weight of the value term, half the squared error
-    ent_coef: tuple[float, ...] = (0.005,)  # weight of the entropy bonus: one number, or as --lr
+    vtrace_lambda: float = 0.9  # factor on V-trace's trace weights c; 1 = the paper
+    vf_coef: float = 0.5  # weight of the value loss (half the squared error)
+    ent_coef: tuple[float, ...] = (0.005,)  # weight of the entropy bonus: a number, or as --lr
     # network
-    channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
-    pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
-    input_shift: float = 128  # the network's input is (pixel - this) / 255; OpenAI 0
+    channels: tuple[int, int, int] = (32, 64, 64)  # widths of the three stages of the IMPALA CNN
+    pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pooling or all outputs
+    input_shift: float = 128  # the network's input is (pixel - this) / 255; OpenAI: 0
     ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
+FIXED = "env_id distribution_mode stack channels pool input_shift"  # in a resumed run
+AT_LEAST_1 = "num_envs num_groups num_steps update_epochs channels"
+AT_MOST_1 = "gamma vtrace_lambda"
+
+
 def check(args: Args):
-    """Raise UsageError for settings that cannot work."""
-    for name in ("num_envs", "num_groups", "num_steps", "update_epochs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
-        max_grad_norm num_levels start_level num_batches_to_accumulate replay_slots
-        replay_proportion""".split()
-    for name in at_least_0:
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
+    """Raise UsageError for settings that cannot work together."""
     if args.num_envs % args.num_groups:
         raise UsageError(f"--num-groups {args.num_groups}: must divide --num-envs {args.num_envs}")
-    rows = args.num_envs // args.num_groups * args.num_steps
-    if args.minibatch_size < 2 or args.minibatch_size % rows:
-        raise UsageError(f"--minibatch-size {args.minibatch_size}: a multiple of {rows}, a rollout")
+    rows = args.num_envs // args.num_groups * args.num_steps  # of a rollout
+    size = args.minibatch_size
+    if size < 2 or size % rows:
+        raise UsageError(f"--minibatch-size {size}: must be a multiple of {rows}, a rollout's rows")
+    if args.total_timesteps < size * WORLD:
+        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {size * WORLD}")
+    if args.start_level + args.num_levels >= 2**31:
+        raise UsageError("--start-level, --num-levels: their sum must be below 2 ** 31")
+    if args.replay_proportion > 100:
+        raise UsageError(f"--replay-proportion {args.replay_proportion}: must be at most 100")
     if args.replay_proportion and not args.replay_slots:
         raise UsageError(f"--replay-proportion {args.replay_proportion}: needs --replay-slots")
-    batch_size = args.minibatch_size * WORLD
-    if args.total_timesteps < batch_size:
-        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {batch_size}")
-    if args.eval_every and not args.eval_episodes:
-        raise UsageError("--eval-every: needs --eval-episodes")
-    schedule(0, args.lr)  # raises UsageError
-    schedule(0, args.ent_coef)
 
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the frames kept, oldest first
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the last four frames; 0 = oldest
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
-    """OpenAI's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
+    """EnvPool's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
-    The observation of a step that ended a game is the next game's first, and fills its stack.
-    A time-out sets `terminated`. `reset` cannot cut a game short.
+    The step that ends an episode returns the first observation of the next one, whose stack it
+    fills. `truncated` marks time limits. `reset` continues episodes that have not ended.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, shown: tuple[int, ...], num: int, **options):
-        with contextlib.redirect_stderr(io.StringIO()):  # it imports gym, which prints a banner
-            from procgen import ProcgenGym3Env
-        self.env = ProcgenGym3Env(num=num, **options)
-        self.num_envs = num
+    def __init__(self, pool, num_envs: int, shown: tuple[int, ...]):
+        self.pool = pool
+        self.num_envs = num_envs
         self.shown = shown
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
-        _, frame, _ = self.observe()
+        frame, _ = pool.reset()
         self.frames = [frame] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
-
-    def observe(self):
-        reward, obs, first = self.env.observe()
-        return reward, np.ascontiguousarray(obs["rgb"].transpose(0, 3, 1, 2)), first
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
@@ -184,33 +168,45 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         return self.stacked(), {}
 
     def step(self, actions):
-        self.env.act(actions)
-        reward, frame, first = self.observe()
+        frame, reward, terminated, truncated, _ = self.pool.step(actions)
+        done = terminated | truncated
+        if done.any():
+            # EnvPool would reset in the next step and ignore that step's action.
+            frame[done], _ = self.pool.reset(np.flatnonzero(done))
         self.frames = [*self.frames[1:], frame]
-        if first.any():
-            new = first[:, None, None, None]
+        if done.any():
+            new = done[:, None, None, None]
             self.frames = [np.where(new, frame, old) for old in self.frames]
-        return self.stacked(), reward, first, np.zeros_like(first), {}
+        return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
-        self.env.close()
+        self.pool.close()
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
-    """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
-    if args.env_id not in GAMES:  # a run on an environment of one's own has another name
-        raise UsageError(f"--env-id {args.env_id}: not one of {', '.join(GAMES)}")
-    envs = ProcgenEnvs(
-        STACKS[args.stack],
-        num_envs,
-        env_name=args.env_id,
-        distribution_mode=args.distribution_mode,
+    """Create Procgen environments as specified by args.
+
+    `stream` seeds the environments; "test" uses all levels, any other name the training levels.
+    """
+    if args.env_id not in GAMES:
+        close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
+        raise UsageError(f"--env-id {args.env_id}: no such game; did you mean {', '.join(close)}?")
+    with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
+        import envpool
+    # One seed per environment, drawn as in the procgen package: ProcgenGym3Env(rand_seed=...)
+    random = np.random.RandomState(stream_seed(args.seed, stream))
+    seeds = random.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)
+    pool = envpool.make(
+        f"{args.env_id.title()}{args.distribution_mode.title()}-v0",
+        env_type="gymnasium",
+        num_envs=num_envs,
+        num_threads=args.threads or available_cores(),
+        env_seed=seeds.tolist(),
         num_levels=0 if stream == "test" else args.num_levels,
         start_level=0 if stream == "test" else args.start_level,
-        rand_seed=stream_seed(args.seed, stream),
-        num_threads=args.env_threads or CORES,
     )
-    return RecordEpisodeStatistics(envs)  # puts what a game that ends reached into info["episode"]
+    envs = ProcgenEnvs(pool, num_envs, STACKS[args.stack])
+    return RecordEpisodeStatistics(envs)
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -236,7 +232,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.version = 0  # SGD steps of this process
+        self.bf16 = args.precision == "bf16"
         self.pool = args.pool
         self.input_shift = args.input_shift
         self.convs = nn.ModuleList()
@@ -261,7 +257,7 @@ class Agent(nn.Module):
 
     def features(self, x):
         for conv, blocks in zip(self.convs, self.blocks, strict=True):
-            # ceil_mode without padding is TensorFlow's SAME pooling of even sizes: it pads the end.
+            # ceil_mode pads at the end only: TensorFlow's SAME pooling for even sizes
             x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
             x = blocks(x)
         if self.pool == "avg":
@@ -269,12 +265,14 @@ class Agent(nn.Module):
         return F.relu(x.flatten(1))  # the ReLU after the average, as in the entry
 
     def forward(self, obs):
-        # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
+        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
+        # place, to avoid a second float copy.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
-        x = F.relu(self.hidden(self.features(x)))
-        with torch.autocast(x.device.type, enabled=False):  # bf16 near 30 has steps of 1/8
-            return self.policy(x.float()), self.value(x.float()).squeeze(-1)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            x = F.relu(self.hidden(self.features(x)))
+        x = x.float()  # heads in fp32: bf16 rounds a value of about 30 to multiples of 1/8
+        return self.policy(x), self.value(x).squeeze(-1)
 
 
 # --- mathematics ---
@@ -282,63 +280,69 @@ class Agent(nn.Module):
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    try:
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    except RuntimeError as error:
+        raise FloatingPointError(f"cannot sample actions: {error}") from error
 
 
-def vtrace(reward, value, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, 4.1, 4.2, limits 1) -> targets v_s, rho x advantage: (T, N).
+def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, limits of 1) -> targets, rho * advantage: (T, N).
 
-    reward, done: (T, N), of the step taken in row t; rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of
-    the present policy and the one that acted; value: (T + 1, N), of the present critic.
+    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
+    observation, by the present critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the present
+    policy and the acting one. There is no value after a termination, and any end cuts the sum.
     """
-    discount = gamma * (1 - done)
+    discount = gamma * (1 - terminated)
     rho = rho.clamp(max=1)
-    c = lam * rho
+    c = lam * rho * (1 - done)
     delta = rho * (reward + discount * value[1:] - value[:-1])
-    correction = torch.zeros_like(value)  # vs - V; its last row stays 0: there V is the target
+    correction = torch.zeros_like(value)  # vs - V; stays 0 in the last row, whose target is V
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    rho_advantage = rho * (reward + discount * vs[1:] - value[:-1])
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is the next episode's
+    rho_advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], rho_advantage
 
 
-def impala_terms(logits, value, rows: dict, args: Args) -> tuple[dict, torch.Tensor]:
-    """What the loss is made of, and the value's targets, each (T, N).
+def impala_terms(logits, value, rows: dict, gamma: float, lam: float):
+    """Terms of the loss and statistics -> a dict of (T, N) and the value's targets (T, N).
 
-    logits (T, N, A) and value (T + 1, N) are the new ones. policy: -log pi(a) x rho x advantage
-    (IMPALA, section 4.2); value: half the squared error; approx_kl: KL(mu || pi), by rho - 1 -
-    log rho.
+    The new logits (T, N, A) and value (T + 1, N). loss/policy: -log pi(a) * rho * advantage
+    (IMPALA, section 4.2). loss/value: half the squared error. train/approx_kl: the sampled
+    estimate rho - 1 - log rho of KL(mu || pi).
     """
     logp = logits.log_softmax(-1)
     action_logp = logp.gather(-1, rows["action"][..., None]).squeeze(-1)
     log_rho = action_logp.detach() - rows["logp"]
     rho = log_rho.exp()
-    reward, done = rows["reward"], rows["done"]
-    vs, rho_advantage = vtrace(reward, value.detach(), done, rho, args.gamma, args.vtrace_lambda)
+    # As in Procgen's reference results, a time limit counts as a termination.
+    done = rows["done"]
+    vs, rho_advantage = vtrace(rows["reward"], value.detach(), done, done, rho, gamma, lam)
     terms = {
-        "policy": -action_logp * rho_advantage,
-        "value": (value[:-1] - vs) ** 2 / 2,
-        "entropy": -(logp.exp() * logp).sum(-1),
-        "approx_kl": rho - 1 - log_rho,
-        "rho": rho.clamp(max=1),
+        "loss/policy": -action_logp * rho_advantage,
+        "loss/value": (value[:-1] - vs) ** 2 / 2,
+        "loss/entropy": -(logp.exp() * logp).sum(-1),
+        "train/approx_kl": rho - 1 - log_rho,
+        "train/rho_mean": rho.clamp(max=1),
     }
     return terms, vs
 
 
 def explained_variance(value, target) -> float | None:
-    """1 - Var(target - value) / Var(target); None where targets do not vary."""
+    """1 - Var(target - value) / Var(target); None if targets do not vary."""
     variance = target.var()
     return 1 - ((target - value).var() / variance).item() if variance > 0 else None
 
 
 def schedule(step: int, knots: tuple[float, ...]) -> float:
-    """One number, or step, value, step, value, ...: linear between them, constant outside."""
+    """A number, or step value step value ...: linear in between, constant outside."""
     if len(knots) == 1:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
-    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
+    if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
+        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
     return float(np.interp(step, steps, values))
 
 
@@ -346,70 +350,95 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
 
 
 class Group:
-    """Environments that step together, and what goes on from one rollout of them to the next."""
+    """Environments that step together, and their state between two rollouts."""
 
-    def __init__(self, envs, seed: int, device: torch.device, head_start: int):
+    def __init__(self, envs, obs, seed: int, device: torch.device, head_start: int):
         self.envs = envs
+        self.obs = obs  # what the next actions are chosen from
+        self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
-        self.obs, _ = envs.reset()
-        # Random steps first, so that the groups' games differ in age. They do not count: a game
-        # that is then under way is reported from there on.
+        # Random actions first, so that the groups' episodes differ in age. Episodes that end here
+        # are not reported.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
-            self.obs, *_ = envs.step(action)
-        envs.episode_returns[:] = 0
-        envs.episode_lengths[:] = 0
+            self.obs, _, terminated, truncated, _ = envs.step(action)
+            self.done = (terminated | truncated).astype(bool)
 
 
 class Actors:
-    """Groups of environments, each stepped by a thread of its own with the newest published agent.
+    """One thread per group of environments; every step uses the newest published agent.
 
-    Group k % G plays rollout k, one of `num_rollouts`, by rollout(group, actors, T) -> dict; `size`
-    rollouts are a dataset. Begun are those of the dataset that the learner waits for and of the
-    `ahead` next ones; a group with none to play rests. So rows that arrive were played at most
-    `ahead` datasets' SGD steps ago, and age in training. With ahead=0, size=1 groups take turns.
+    Group k % G plays rollout k of `num_rollouts`, by rollout(group, actors, T) -> dict. A dataset
+    is `size` rollouts. Rollouts are started for the dataset that the learner waits for and for the
+    next `ahead` ones; a group with nothing to play is idle. So the rows of a dataset are at most
+    `ahead` datasets' SGD steps old when the learner takes them. With ahead=0 and size=1 the groups
+    take turns, and no one plays while the learner trains.
     """
 
     def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
         self.groups = groups
-        self.threads = [ThreadPoolExecutor(1) for _ in groups]
         self.rollout = rollout
         self.T = T
         self.size = size
         self.ahead = ahead
         self.num_rollouts = num_rollouts
-        self.begun = 0
-        self.queue = deque()  # futures of the rollouts that were begun and not taken
+        self.started = 0
+        self.results = deque()  # futures of the rollouts that were started and not taken
         self.stopped = threading.Event()
         self.publish(agent)
+        self.tasks = [queue.SimpleQueue() for _ in groups]  # futures to fulfil; None: the end
+        self.threads = []
+        for pair in zip(groups, self.tasks, strict=True):
+            # daemon: Python can exit even if an environment never returns from a step
+            thread = threading.Thread(target=self.work, args=pair, daemon=True)
+            thread.start()
+            self.threads.append(thread)
 
     def publish(self, agent):
-        """An actor plays this copy from its next step on. Nobody writes to it, so: no lock."""
+        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
+    def work(self, group: Group, tasks: queue.SimpleQueue):
+        """A thread's life: play one rollout per future."""
+        while (future := tasks.get()) is not None:
+            try:
+                future.set_result(self.rollout(group, self, self.T))
+            except BaseException as error:  # `dataset` raises it
+                future.set_exception(error)
+            del future  # the learner alone decides how long the rollout lives
+
     def dataset(self) -> list[dict]:
-        """Begin what may be begun and wait for the next dataset; raises what an actor raised."""
-        while self.begun < self.num_rollouts and len(self.queue) < (self.ahead + 1) * self.size:
-            g = self.begun % len(self.groups)
-            future = self.threads[g].submit(self.rollout, self.groups[g], self, self.T)
-            self.queue.append(future)
-            self.begun += 1
-        return [self.queue.popleft().result() for _ in range(self.size)]
+        """Start the rollouts that may start and wait for a dataset; raises an actor's exception."""
+        limit = (self.ahead + 1) * self.size
+        while self.started < self.num_rollouts and len(self.results) < limit:
+            future = Future()
+            self.results.append(future)
+            self.tasks[self.started % len(self.groups)].put(future)
+            self.started += 1
+        return [self.results.popleft().result() for _ in range(self.size)]
 
     def stop(self):
-        """End the actors, within a step of their environments."""
-        self.stopped.set()
-        for thread in self.threads:
-            thread.shutdown(cancel_futures=True)
+        """End the threads within an environment step and close the environments.
+
+        Gives up after 3 seconds: an environment that hangs in a step is left alone.
+        """
+        self.stopped.set()  # rollouts end at their next step
+        deadline = time.monotonic() + 3
+        for tasks in self.tasks:
+            tasks.put(None)
+        for group, thread in zip(self.groups, self.threads, strict=True):
+            thread.join(max(0, deadline - time.monotonic()))
+            if not thread.is_alive():
+                group.envs.close()
 
 
 @torch.no_grad()
 def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
-    """T steps of a group's N environments: columns (T, N), finished games, seconds.
+    """T steps of a group's N environments -> columns (T, N), ended episodes, seconds.
 
     Row t = (obs_t, a_t, log mu(a_t|obs_t), version_t of the policy mu, r_{t+1}, done_{t+1}). There
-    is one obs more, which bootstraps the last row.
+    is one more observation, which bootstraps the last row.
     """
     device = next(actors.agent.parameters()).device
     N = group.envs.num_envs
@@ -417,17 +446,17 @@ def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
         "obs": torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
-        "version": torch.zeros(T, N, device=device),
+        "version": torch.zeros(T, N),  # on the CPU until the end, as the columns below
+        "reward": torch.zeros(T, N),
+        "done": torch.zeros(T, N),
     }
-    rewards = torch.zeros(T, N)
-    dones = torch.zeros(T, N)
-    returns, lengths = [], []  # of the games that end
+    returns, lengths = [], []  # of the episodes that end
     policy_s, env_s = 0.0, 0.0
     for t in range(T):
         if actors.stopped.is_set():
             return {}  # which nobody reads
         start = time.perf_counter()
-        agent = actors.agent  # the newest, and the same one for all of this step
+        agent = actors.agent  # the newest one, kept for the whole step
         columns["obs"][t] = torch.from_numpy(group.obs)
         logits, _ = agent(columns["obs"][t])
         action = sample(logits, group.generator)
@@ -437,106 +466,138 @@ def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
         action = action.cpu().numpy()
         acted = time.perf_counter()
         group.obs, reward, terminated, truncated, info = group.envs.step(action)
-        if "episode" in info:
-            returns += info["episode"]["r"][info["_episode"]].tolist()
-            lengths += info["episode"]["l"][info["_episode"]].tolist()
-        rewards[t] = torch.from_numpy(reward)
-        dones[t] = torch.from_numpy(terminated | truncated)
         policy_s += acted - start
         env_s += time.perf_counter() - acted
+        group.done = (terminated | truncated).astype(bool)
+        columns["reward"][t] = torch.as_tensor(reward)
+        columns["done"][t] = torch.as_tensor(group.done)
+        _, ended_returns, ended_lengths = ended_episodes(info)
+        returns += ended_returns
+        lengths += ended_lengths
     columns["obs"][T] = torch.from_numpy(group.obs)
-    columns["reward"] = rewards.to(device)
-    columns["done"] = dones.to(device)
-    games = {"returns": returns, "lengths": lengths}
-    return {"columns": columns, "policy_s": policy_s, "env_s": env_s} | games
+    columns = {name: column.to(device) for name, column in columns.items()}
+    episodes = {"returns": returns, "lengths": lengths}
+    return {"columns": columns, "policy_s": policy_s, "env_s": env_s} | episodes
 
 
 # --- training ---
 
 
-def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
+def learn(agent, optimizer, actors: Actors, batches: list[dict], ent_coef: float, args: Args):
+    """Train on each batch for update_epochs passes -> means over passes, explained variance.
 
-    envs: a list of args.num_groups VectorEnvs of equal size with same-step autoreset, uint8
-    (C, H, W) observations, discrete actions. They are not seeded, evaluated or closed; their
-    truncations count as ends. None = Procgen as args say. Raises UsageError, OSError,
-    FloatingPointError (a loss is not finite), KeyboardInterrupt, and what an actor raised.
+    batches: the new one, then the replayed ones, which contribute only replay/rho_mean to the
+    means. Columns (T, B), for B fragments: obs (with one row more), action, logp, reward, done.
     """
-    check(args)
+    num_fragments = args.minibatch_size // args.num_steps
+    device = batches[0]["obs"].device
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
+    piece_size = max(1, micro_batch // args.num_steps)  # V-trace needs whole fragments
+    new_sums, replay_sums = defaultdict(float), defaultdict(float)
+    values, targets = [], []  # of the new batch in its first pass
+    for b, batch in enumerate(batches):
+        sums = new_sums if b == 0 else replay_sums
+        for epoch in range(args.update_epochs):
+            optimizer.zero_grad()
+            for start in range(0, num_fragments, piece_size):
+                piece = slice(start, start + piece_size)
+                rows = {name: column[:, piece] for name, column in batch.items()}
+                shape = rows["obs"].shape[:2]
+                logits, value = agent(rows["obs"].flatten(0, 1))
+                logits = logits.unflatten(0, shape)[:-1]
+                value = value.unflatten(0, shape)
+                terms, vs = impala_terms(logits, value, rows, args.gamma, args.vtrace_lambda)
+                # Contributions to the batch's means; backward adds their gradients up.
+                parts = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
+                loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
+                loss -= ent_coef * parts["loss/entropy"]
+                loss.backward()
+                for name, part in parts.items():
+                    sums[name] += part.detach()
+                if b == 0 and epoch == 0:
+                    values.append(value[:-1].detach())
+                    targets.append(vs)
+            for parameter in agent.parameters():
+                parameter.grad = mean_over_ranks(parameter.grad)
+            limit = args.max_grad_norm or math.inf  # inf: only measures the norm
+            sums["train/grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
+            optimizer.step()
+            agent.version += 1
+            actors.publish(agent)
+    if len(batches) > 1:
+        new_sums["replay/rho_mean"] = replay_sums["train/rho_mean"] / (len(batches) - 1)
+    means = {name: mean_over_ranks(x / args.update_epochs).item() for name, x in new_sums.items()}
+    return means, explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
+
+
+def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
+    """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
+
+    make_envs(args, num_envs, stream): returns any VectorEnv with same-step autoreset, uint8
+    (C, H, W) observations and Discrete actions; its truncations count as ends. Called per group.
+    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    """
+    args, saved = prepare(args, saved)
     device = set_up(args)
     T = args.num_steps
     N = args.num_envs // args.num_groups
     batch_size = args.minibatch_size * WORLD
-    total = args.total_timesteps // batch_size * batch_size
-    saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step and another rank play other games and draw other actions.
+    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
     stream = f"training from {step} of rank {RANK}"
-    own_envs = envs is None
-    if own_envs:
-        envs = [make_envs(args, N, f"{stream} {g}") for g in range(args.num_groups)]
-    else:
-        args = replace(args, env_id=type(envs[0].unwrapped).__name__)
-        envs = [RecordEpisodeStatistics(vector) for vector in envs]
-    sizes = [vector.num_envs for vector in envs]
-    modes = {vector.metadata.get("autoreset_mode") for vector in envs}
-    if sizes != [N] * args.num_groups or modes != {AutoresetMode.SAME_STEP}:
-        needed = f"{args.num_groups} groups of {N} environments, same-step autoreset"
-        raise UsageError(f"--num-envs {args.num_envs}: needs {needed}; not {sizes}, {modes}")
-    space = envs[0].single_observation_space
-    obs_shape = space.shape
-    if space.dtype != np.uint8 or len(obs_shape) != 3 or obs_shape[0] > obs_shape[2]:
-        raise UsageError(f"observations {space}: must be uint8 (C, H, W)")
-    num_actions = envs[0].single_action_space.n
+    groups = []
+    for g in range(args.num_groups):
+        envs = RecordEpisodeStatistics(make_envs(args, N, f"{stream} {g}"), stats_key="counted")
+        obs, _ = envs.reset()
+        check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
+        seed = stream_seed(args.seed, f"{stream} actions {g}")
+        groups.append(Group(envs, obs, seed, device, head_start=g * T))
+    obs_shape = obs.shape[1:]
+    num_actions = envs.single_action_space.n
 
-    torch.manual_seed(args.seed)  # equal first weights on all ranks
+    torch.manual_seed(args.seed)
     agent = Agent(obs_shape, num_actions, args).to(device)
-    network = torch.compile(agent) if args.compile else agent
+    agent.version = 0  # SGD steps of this process
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
-    best = -np.inf
+    best = saved["best"]
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
-        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
-            best = load_checkpoint(args.resume, "best.pt")["best"]
-    groups = []
-    for g in range(args.num_groups):
-        seed = stream_seed(args.seed, f"{stream} actions {g}")
-        groups.append(Group(envs[g], seed, device, head_start=g * T))
-    replay_rng = random.Random(args.seed)  # all ranks need equally many passes
+    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+    compare_ranks(asdict(args) | local, step)
+    if args.compile:
+        agent.compile()  # not the actors' copies
+    replay_rng = random.Random(args.seed)  # the same on all ranks: they need equally many passes
     ring = deque(maxlen=args.replay_slots if args.replay_proportion else 0)  # the newest batches
-    num_fragments = args.minibatch_size // T
-    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
-    piece_fragments = max(1, micro_batch // T)  # V-trace needs whole ones
-    recent = deque(maxlen=100)  # returns of the last games
-
-    def forward(obs):
-        """(T + 1, F, C, H, W), F fragments -> logits (T + 1, F, A), value (T + 1, F)."""
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits, value = network(obs.flatten(0, 1))
-        return logits.unflatten(0, obs.shape[:2]), value.view(obs.shape[:2])
 
     def save(name: str):
+        with torch.no_grad():
+            outputs = agent(torch.from_numpy(groups[0].obs).to(device))
         state = {
             "step": step,
+            "iteration": iteration,
             "best": best,
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict(),
         }
-        logger.save(name, state)
+        run.save(name, state, outputs)
 
-    logger = Logger(args, device, step, total)
+    run = Run(args, device, step, batch_size)
     rollouts_per_batch = args.minibatch_size // (T * N)
-    num_rollouts = math.ceil((total - step) / batch_size) * rollouts_per_batch
+    num_rollouts = (args.total_timesteps - step) // batch_size * rollouts_per_batch
     ahead = 0 if args.sync else args.num_batches_to_accumulate
     actors = Actors(groups, agent, impala_rollout, T, rollouts_per_batch, ahead, num_rollouts)
-    last_save = time.monotonic()
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
     metrics = {}
     try:
-        while step < total:
-            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
-            # Batch: whole rollouts, side by side; with --no-sync the next are begun
+        if not args.resume:
+            save("checkpoint.pt")
+        while step + batch_size <= args.total_timesteps:
+            # Batch: rollouts side by side
+            start = time.perf_counter()
             dataset = actors.dataset()
             new_batch = {}
             for name in dataset[0]["columns"]:
@@ -544,171 +605,229 @@ def train(args: Args, envs: list[gym.vector.VectorEnv] | None = None) -> dict:
             lag = agent.version - new_batch["version"]
             returns = [x for rollout in dataset for x in rollout["returns"]]
             lengths = [x for rollout in dataset for x in rollout["lengths"]]
-            logger.lap("queue_wait")
+            received = time.perf_counter()
 
-            # Replay: the newest batch may be drawn as well
+            # Replay: batches drawn uniformly from the ring, which contains the new one
             ring.append(new_batch)
             num_replayed = int(args.replay_proportion)
             if replay_rng.random() < args.replay_proportion % 1:  # 2.5: two or three
                 num_replayed += 1
             replayed = [replay_rng.choice(ring) for _ in range(num_replayed)]
 
-            # Update: the new batch, then the replayed ones, each update_epochs times
+            # Learning
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            sums = defaultdict(float)  # of the batches' means, over passes
-            values, targets = [], []  # of the new batch's first pass
-            passes = [("", new_batch)] * args.update_epochs  # prefix of its sums, batch
-            for old_batch in replayed:
-                passes += [("replay/", old_batch)] * args.update_epochs
-            for p, (prefix, batch) in enumerate(passes):
-                optimizer.zero_grad()
-                for start in range(0, num_fragments, piece_fragments):
-                    piece = slice(start, start + piece_fragments)
-                    fragments = {name: column[:, piece] for name, column in batch.items()}
-                    logits, value = forward(fragments["obs"])
-                    terms, vs = impala_terms(logits[:-1], value, fragments, args)
-                    # This piece's shares of the batch's means; backward adds gradients up.
-                    shares = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
-                    loss = shares["policy"] + args.vf_coef * shares["value"]
-                    loss -= ent_coef * shares["entropy"]
-                    loss.backward()
-                    for name, share in shares.items():
-                        sums[prefix + name] += share.detach()
-                    if p == 0:
-                        values.append(value[:-1].detach())
-                        targets.append(vs)
-                for parameter in agent.parameters():
-                    parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-                limit = args.max_grad_norm or np.inf  # inf: only measures the norm
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
-                sums[prefix + "grad_norm"] += grad_norm
-                optimizer.step()
-                agent.version += 1
-                actors.publish(agent)
-
-            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
-            divisor = args.update_epochs * WORLD  # a mean over passes and ranks
-            means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
-            logger.lap("learn", batch_size)
-            if not np.isfinite(sum(means.values())):
+            batches = [new_batch, *replayed]
+            means, explained = learn(agent, optimizer, actors, batches, ent_coef, args)
+            if not np.isfinite(list(means.values())).all():
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
-            explained = explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
+            learned = time.perf_counter()
+            run.bar.update(batch_size)
+
+            # Metrics: losses are means over ranks, the rest is of rank 0
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
-                "iteration": next_step // batch_size,
+                "iteration": iteration + 1,
                 "episode/return": np.mean(returns) if returns else None,
                 "episode/length": np.mean(lengths) if lengths else None,
                 "episode/count": len(returns),
                 "eval/return_train": None,
                 "eval/return_test": None,
-                "loss/policy": means["policy"],
-                "loss/value": means["value"],
-                "loss/entropy": means["entropy"],
-                "train/approx_kl": means["approx_kl"],
-                "train/rho_mean": means["rho"],
+                "replay/count": num_replayed,
+                "replay/rho_mean": None,
+                **means,
                 "train/explained_variance": explained,
-                "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
-                "replay/count": num_replayed,
-                "replay/rho_mean": means["replay/rho"] / num_replayed if num_replayed else None,
+                "time/sps": batch_size / (learned - start),
                 "time/env_s": sum(rollout["env_s"] for rollout in dataset),
                 "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
+                "time/wait_s": received - start,
+                "time/learn_s": learned - received,
             }
             due = args.eval_every and next_step // args.eval_every > step // args.eval_every
-            if due and own_envs and RANK == 0:
-                for split, result in evaluate(agent, args).items():
+            if due and RANK == 0:
+                for split, result in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
-            metrics = logger.log(metrics)
+            run.log(metrics)
             step = next_step
+            iteration += 1
             recent.extend(returns)
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-            if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
+            is_last = step + batch_size > args.total_timesteps
+            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 save("checkpoint.pt")
-                last_save = time.monotonic()
-    except FloatingPointError:
-        raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM or a failure
-        # What a half-done iteration has learned is kept, its steps do not count.
+        result = metrics | {"step": step, "agent": agent, "run": str(run.folder)}
+        if args.eval_episodes and RANK == 0:
+            run.say(f"trained to step {step:,}, evaluating")
+            result["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
+            run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
+        return result
+    except KeyboardInterrupt:
+        # Keeps the weights of the unfinished iteration but not its step count.
         save("checkpoint.pt")
-        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
+        run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
     finally:
+        run.close()
         actors.stop()
-        logger.bar.close()
-
-    result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
-    if own_envs and args.eval_episodes and RANK == 0:
-        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
-        result["eval"] = {"step": step, "splits": evaluate(agent, args)}
-        (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
-    return result
 
 
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args) -> dict:
-    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
+    """Play at least args.eval_episodes episodes -> {split: {mean, stderr, returns, lengths}}.
 
-    Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
+    Every evaluation uses the same seeds, so two evaluations differ only in the agent.
     """
     splits = {}
-    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
+    per_env = math.ceil(args.eval_episodes / 64)  # episodes in each of at most 64 environments
     for split in ["train", "test"] if args.num_levels else ["test"]:
-        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
+        envs = make_envs(args, math.ceil(args.eval_episodes / per_env), split)
         seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed)
+        returns, lengths = play(agent, envs, per_env, seed)
         envs.close()
         mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        spread = f"+- {stderr:.2f} (standard error, {len(returns)} games)"
+        spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
         tqdm.write(f"{split}: return {mean:.2f} {spread}")
     return splits
 
 
 @torch.no_grad()
-def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
+def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
+    """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first to finish would favour short games.
+    A fixed number per environment: counting the first ones to finish would favour short episodes.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")
     played = np.zeros(envs.num_envs, int)
     returns, lengths = [], []
     obs, _ = envs.reset()
-    while played.min() < games:
+    while played.min() < episodes:
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        if "episode" in info:
-            counted = info["_episode"] & (played < games)
-            returns += info["episode"]["r"][counted].tolist()
-            lengths += info["episode"]["l"][counted].tolist()
-            played += info["_episode"]
+        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+            if played[env] < episodes:
+                returns.append(episode_return)
+                lengths.append(length)
+            played[env] += 1
     return returns, lengths
 
 
-# --- plumbing, the same text in all five scripts of this project ---
+# --- plumbing, the same text in all five scripts ---
 
 SCRIPT = Path(__file__).stem
 
 
 class UsageError(ValueError):
-    """What the user can mend: `main` prints one line and returns 2."""
+    """A mistake the user can fix: `main` prints it in one line and returns 2."""
+
+
+def plain(name: str, value, kind):
+    """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
+    value = value.item() if isinstance(value, np.generic) else value
+    choices = get_args(kind)
+    low = 1 if name in AT_LEAST_1.split() else 0
+    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    if get_origin(kind) is Literal and value in choices:
+        return choices[choices.index(value)]
+    if get_origin(kind) is tuple:
+        return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
+    if kind is str or kind is bool and value in (False, True):
+        return kind(value)
+    if kind in (int, float) and isinstance(value, int | float):
+        if low <= value <= high and kind(value) == value:
+            return kind(value)
+    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
+    wanted = choices or f"{kind.__name__}, {limits}"
+    raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
+
+
+def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
+    """Check all flags -> plain args, and the checkpoint to start from."""
+    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+        saved = load_checkpoint(args.resume)
+        defaults = asdict(Args())
+        given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
+        args = Args(**(saved["args"] | given))
+    kinds = get_type_hints(Args)
+    args = Args(**{name: plain(name, x, kinds[name]) for name, x in vars(args).items()})
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    schedule(0, args.lr)  # raises UsageError
+    schedule(0, args.ent_coef)
+    check(args)
+    if not args.resume:
+        return args, {"step": 0, "iteration": 0, "best": -math.inf}
+    for name in FIXED.split():
+        old, new = saved["args"].get(name), getattr(args, name)
+        if new != old:
+            raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
+    if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+        saved["best"] = load_checkpoint(args.resume, "best.pt")["best"]
+    return args, saved
+
+
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
+    """Load with weights_only=True, so that an untrusted file cannot execute code."""
+    try:
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
+        unknown = saved["args"].keys() - vars(Args()).keys()
+    except Exception as error:  # a damaged or foreign file can raise nearly anything
+        raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
+    if "iteration" not in saved:
+        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+    if unknown:
+        raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
+    return saved
+
+
+def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int):
+    """Raise UsageError for environments that the script cannot train on."""
+    mode = envs.metadata.get("autoreset_mode")
+    if envs.num_envs != num_envs or mode != autoreset:
+        given = f"{envs.num_envs} environments with {mode}"
+        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+    actions = envs.single_action_space
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
+
+
+def ended_episodes(info: dict) -> tuple[list, list, list]:
+    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    key = "episode" if "episode" in info else "counted"
+    if key not in info:
+        return [], [], []
+    envs = np.flatnonzero(info[f"_{key}"])
+    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+
+
+def available_cores() -> int:
+    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def set_up(args: Args) -> torch.device:
-    """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
+    """Choose and try the device, set PyTorch's threads, join the other ranks."""
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -719,155 +838,197 @@ def set_up(args: Args) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
-    torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
+    torch.set_num_threads(args.threads or (available_cores() if device.type == "cpu" else 1))
+    torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
+    libc.mallopt(-4, 0)  # M_MMAP_MAX and M_TRIM_THRESHOLD: keep freed memory;
+    libc.mallopt(-1, -1)  # otherwise CPU time rises by 9 %
     if WORLD > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
-def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+def mean_over_ranks(x):
+    """The mean of a tensor over torchrun's processes; without torchrun x itself."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
+        x /= WORLD
     return x
 
 
-def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
-    """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
+def compare_ranks(*values):
+    """Refuse to train ranks that were started with different flags or checkpoints."""
+    if WORLD > 1:
+        gathered = [None] * WORLD
+        dist.all_gather_object(gathered, values)
+        if gathered.count(values) != WORLD:
+            raise UsageError("the ranks were started with different flags or checkpoints")
+
+
+def make_folder(args: Args) -> Path:
+    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
+    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.run_dir, args.run_name or name)
     try:
-        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
-        script, flags = saved["script"], saved["args"].keys()
-    except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
-    if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
-    return saved
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
+    except OSError as error:
+        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
+    return folder
 
 
-class Logger:
-    """A run's folder and what is written to it (by rank 0), progress, clocks."""
+class Run:
+    """A run's folder, written by rank 0 only, and its progress on the terminal."""
 
-    def __init__(self, args: Args, device: torch.device, step: int, total: int):
-        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
+    def __init__(self, args: Args, device: torch.device, step: int, batch_size: int):
         self.args = args
-        self.start = step
-        self.step = step
-        self.table = None
-        self.laps = defaultdict(float)
-        self.mark = time.perf_counter()
-        if RANK == 0 and self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
-        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
+        self.folder = None
+        self.last_save = time.monotonic()
+        total = step + max(0, args.total_timesteps - step) // batch_size * batch_size
+        hide = RANK > 0 or args.quiet or not (sys.stderr and sys.stderr.isatty())
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
-        cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
-        config = {
+        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.table = open(self.folder / "metrics.csv", "ab+")
+        try:
+            fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--resume {args.resume}: another process is training it") from None
+        self.columns = self.cut_table(step)
+        config = self.folder / "config.json"
+        parts = json.loads(config.read_text()) if config.exists() else []
+        revision, cpu = "", None
+        with contextlib.suppress(OSError):  # without git
+            git = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
+            revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        with contextlib.suppress(OSError):
+            cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+        packages = [x for x in ("torch", "numpy", "gymnasium", "envpool") if x in sys.modules]
+        part = {
             "script": SCRIPT,
+            "step": step,
             "args": asdict(args),
-            "git": subprocess.getoutput(git),
-            "torch": torch.__version__,
-            "cpu": subprocess.getoutput(cpu),
+            "git": revision or None,
+            "python": platform.python_version(),
+            "packages": {name: sys.modules[name].__version__ for name in packages},
+            "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "ranks": WORLD,
         }
-        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+        self.write("config.json", json.dumps([*parts, part], indent=1).encode())
         self.tensorboard = SummaryWriter(self.folder, purge_step=step + 1)
-        threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
-        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
+        threads = args.threads or available_cores()
+        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
+
+    def cut_table(self, step: int) -> list[str]:
+        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        self.table.seek(0)
+        lines = self.table.read().splitlines(keepends=True)
+        for line in lines[:0:-1]:  # from the end to the first row after the header
+            row = re.fullmatch(rb"(\d+),.*\n", line)
+            if row and int(row[1]) <= step:
+                break
+            lines.pop()
+        self.table.truncate(sum(map(len, lines)))
+        return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             print(end="", file=stream, flush=True)  # a log file has it at once
 
-    def lap(self, phase: str, steps: int = 0):
-        """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
-        now = time.perf_counter()
-        self.laps[f"time/{phase}_s"] += now - self.mark
-        self.mark = now
-        self.bar.update(steps)
-
-    def log(self, metrics: dict) -> dict:
-        """Add steps a second and the clocks, and write a row; None is an empty cell."""
-        sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | dict(self.laps)
-        self.step = metrics["step"]
-        self.laps.clear()
-        score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
-        self.bar.set_postfix_str(f"return {score}")
-        if self.bar.disable:
-            left = (self.bar.total - self.step) / sps / 60
-            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s  {left:.0f} min left")
-        if RANK == 0:
-            self.write(metrics)
-        return metrics
-
-    def write(self, metrics: dict):
-        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
-            path = self.folder / "metrics.csv"
-            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
-            columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
-            file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
-            self.table = csv.DictWriter(file, columns, lineterminator="\n")
-            self.table.writeheader()
-            self.table.writerows(rows)
-            os.replace(file.name, path)  # `file` stays open under its new name
-        cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
-        self.table.writerow(cells)
+    def log(self, metrics: dict):
+        """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
+        step, sps, score = metrics["step"], metrics["time/sps"], metrics["episode/return"]
+        score = "return -" if score is None else f"return {score:.2f}"
+        self.bar.set_postfix_str(score)
+        if self.bar.disable or not sys.stdout.isatty():
+            left = (self.bar.total - step) / sps / 60
+            self.say(f"step {step:,}  {score}  {sps:,.0f} steps/s  {left:.0f} min left")
+        if RANK > 0:
+            return
+        if not self.columns:
+            self.columns = list(metrics)
+            self.table.write((",".join(self.columns) + "\n").encode())
+        cells = [metrics.get(name) for name in self.columns]
+        cells = [f"{x:.6g}" if isinstance(x, float) else "" if x is None else str(x) for x in cells]
+        self.table.write((",".join(cells) + "\n").encode())
+        self.table.flush()
         for name, value in metrics.items():
             if value is not None:
-                self.tensorboard.add_scalar(name, value, self.step)
+                self.tensorboard.add_scalar(name, value, step)
         self.tensorboard.flush()
 
-    def save(self, name: str, state: dict):
+    def write(self, name: str, data: bytes):
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        if not self.folder.exists():
+            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.folder.mkdir(parents=True)
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_bytes(data)
+        os.replace(temporary, self.folder / name)
+
+    def save(self, name: str, state: dict, outputs):
+        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        if name == "checkpoint.pt":
+            self.last_save = time.monotonic()
+        if RANK > 0:
+            return
+        parts = [part.values() for part in state.values() if isinstance(part, dict)]
+        tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+        if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
+            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+        state |= {"script": SCRIPT, "args": asdict(self.args) | {"resume": ""}}
+        buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError
+        torch.save(state, buffer)
+        self.write(name, buffer.getbuffer())
+
+    def close(self):
+        self.bar.close()
         if RANK == 0:
-            state["script"] = SCRIPT
-            state["args"] = asdict(self.args)
-            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
-            torch.save(state, buffer)
-            (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
-            os.replace(self.folder / "tmp.pt", self.folder / name)
+            self.tensorboard.close()
+            self.table.close()
 
 
-def stop(number, frame):
-    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
-    if sys.exception() is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
+def interrupt(number, frame):
+    """Stop on the first signal; ignore later ones while `train` is saving."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
-def main(argv=None) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C or SIGTERM."""
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # None where the caller has closed it
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+def main(argv=None, make_envs=make_envs) -> int:
+    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
-        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
-        if args.resume:  # parse again, on top of the run's own flags
-            defaults = Args(**load_checkpoint(args.resume)["args"])
-            args = tyro.cli(Args, args=argv, default=defaults)
-        train(args)
+        saved = None
+        args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])
+        if args.resume:  # parse again, on top of the run's flags
+            saved = load_checkpoint(args.resume)
+            args = tyro.cli(Args, args=argv, default=Args(**saved["args"]))
+        train(args, make_envs, saved)
         if WORLD > 1:
             dist.destroy_process_group()
+        return 0
     except KeyboardInterrupt:
         return 130
-    except (UsageError, OSError, FloatingPointError, ImportError) as error:
+    except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -1,70 +1,50 @@
-r"""PPO with Self-supervised Network Distillation (SND) on Atari: Pechac et al. 2023.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
+#     "tensorboard==2.21.0", "tqdm==4.70.1",
+# ]
+# ///
+"""PPO with Self-supervised Network Distillation (SND-V) on Atari: Pechac et al. 2023.
 
-    python ppo_atari_snd.py --env-id MontezumaRevenge  # SND-V, 128M agent steps = 512M frames
-    python ppo_atari_snd.py --resume runs/NAME         # go on with a stopped run
+    python ppo_atari_snd.py --env-id MontezumaRevenge  # 128M environment steps = 512M frames
+    python ppo_atari_snd.py --resume runs/NAME         # continue a stopped run
 
-    PAPER="--snd-preprocess none --motivation-passes one --minibatches permuted --noop-max 1 \
-        --warmup-steps 0"
-    python ppo_atari_snd.py $PAPER                     # SND-V by the paper's code; -STD, -VIC:
-    python ppo_atari_snd.py $PAPER --target std --snd-net relu4 --target-gain 0.5 \
-        --predictor-gain 0.5 --predictor-share 1 --predictor-sum --eta 1
-    python ppo_atari_snd.py $PAPER --target vic --snd-net relu4 --target-gain 0.5 \
-        --predictor-share 1 --eta 0.25
+SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. PPO: Schulman et al. 2017,
+arXiv:1707.06347. Settings: run cnd_21 of github.com/michalnand/reinforcement_learning.
 
-SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. ST-DIM: Anand et al. 2019,
-arXiv:1906.08226. VICReg: Bardes et al. 2022, arXiv:2105.04906. PPO: arXiv:1707.06347.
-
-A frame is novel, and pays a bonus, where a predictor fails to predict a target network's features.
-RND's random target, says the paper, gives similar frames similar features: its bonus is soon small.
-Here the target learns to tell frames apart: by a contrastive loss of pairs from the whole rollout
-(SND-V), by InfoNCE in space and time (SND-STD) or by VICReg (SND-VIC). Defaults: SND-V as run
-cnd_21 of github.com/michalnand/reinforcement_learning sets it and his library of 2023 computes it.
-$PAPER: the settings of the paper's code.
-
-Measured, one seed each. benchmark/variants/snd_breakout.py (another network, other pairs; bf16) on
-Breakout without its reward, 1M steps: in training 15.2 (michalnand's one run 17.9), evaluated 18.0
-+- 0.7 (random play 1.7). This file's bonus of unseen frames over that of seen ones: SND-V 69 (a
-random target 80); with $PAPER's frames SND-VIC 72, SND-STD 1.2 (a random target 280): SND-STD's
-hardly told new frames from old ones.
-
-Unlike most PPO: two value heads with a discount each; advantages are not normalised; the bonus is
-limited, not normalised, and its returns end with the game; the bonus of step t is for o_t (RND:
-o_{t+1}), so it reaches the action that led there through the return only; rows are drawn with
-replacement.
-
-Departures from michalnand's and the paper's code ("theirs" is both), effects not measured:
-- EnvPool has another grey and resizing, plays a no-op with $PAPER too, and fills a new game's frame
-  stack with its first frame; rewards are signs (theirs: positive ones only, his since 2023);
-- frame statistics are updated once a rollout (theirs: every step), their deviation has no floor
-  (his: 8 grey levels); a rollout's last row bootstraps from V of the next observation (theirs:
-  advantage 0), a game cut by time from its last (theirs ends);
-- a game's last frame is learned too, from the row whose action is ignored; consecutive frames are
-  never of two games; a random pair that is one frame counts as near;
-- the critic's features are rectified (not in the paper's code).
-SND-STD asks which frame comes next, as the paper's code does (ST-DIM: which one came before).
-
-Left out on purpose: films (benchmark/evaluate.py), emulator states in checkpoints; in
-benchmark/variants: the paper's Procgen games, michalnand's older network and augmentation for
-Breakout.
+A frame earns a bonus if a predictor network fails to predict a target network's features of it.
+RND's target is random: according to the SND paper, similar frames get similar features, so the
+bonus soon fades. SND-V's target learns to tell frames apart, by a contrastive loss on pairs of
+frames. Unlike most PPO:
+- the game's reward and the bonus have a value head and a discount each; both end with the episode;
+- neither advantages nor the bonus are normalized; the bonus is only clipped;
+- the bonus of row t is for o_t (RND: o_{t+1}), so it enters the return of the action before;
+- minibatches are drawn with replacement.
+Departures, results and the commands behind them: docs/ppo_atari_snd.md.
 """
 
 import contextlib
-import csv
 import ctypes
 import difflib
+import errno
+import fcntl
 import io
 import json
 import math
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -80,92 +60,84 @@ from tqdm import tqdm
 
 RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    total_timesteps: int = 128_000_000  # agent steps of all environments, 4 frames each
-    seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
+    total_timesteps: int = 128_000_000
+    """total environment steps (1 step = 4 frames), rounded down to whole rollouts"""
+    seed: int = 1  # on a CPU, runs with the same flags write identical metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
-    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on in; its flags apply unless given here
-    device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
-    env_threads: int = 0  # threads that step the environments; 0 = the core count
-    compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
-    micro_batch: int = 0  # rows at once (target's loss: all); 0 = 256 on a CPU, all on a GPU
-    checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
-    eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    quiet: bool = False  # only results, no progress
+    run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
+    resume: str = ""  # folder of a run to continue; its saved flags are the defaults
+    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
+    threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
+    compile: bool = False  # torch.compile the policy network; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
+    micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 256 on a CPU, all on a GPU
+    checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
+    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
+    quiet: bool = False  # no progress, only evaluations
     # environment
-    repeat_action_probability: float = 0.25  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # 1 to this many no-ops at an episode's start, one less with FIRE
-    fire_reset: bool = False  # press FIRE at an episode's start
-    episodic_life: bool = False  # a lost life ends the training episode (not the game)
-    max_episode_steps: int = 4500  # agent steps after which a game is cut
-    frame_size: Literal[84, 96] = 96  # pixels a side, grey
-    stack: int = 4  # frames shown
-    num_envs: int = 128  # parallel environments, of each process under torchrun
-    # optimisation
+    repeat_action_probability: float = 0.25  # probability of repeating the last action, per frame
+    noop_max: int = 30  # an episode starts with 1 to this many no-ops; one less with --fire-reset
+    fire_reset: bool = False  # press FIRE at the start of an episode
+    max_episode_steps: int = 4500  # time limit of an episode, in environment steps
+    frame_size: Literal[84, 96] = 96  # width and height of the grey frames, in pixels
+    stack: int = 4  # frames per observation
+    num_envs: int = 128  # parallel environments (per process, with torchrun)
+    # optimization
     num_steps: int = 128  # rollout length per environment
     minibatch_size: int = 512  # rows per SGD step
-    minibatches: Literal["drawn", "permuted"] = "drawn"
-    """rows of a minibatch: drawn with replacement, or of one permutation for all epochs"""
-    update_epochs: int = 4  # uses of a row, with "drawn" on average
+    update_epochs: int = 4  # how often a row is drawn, on average
     lr: tuple[float, ...] = (1e-4,)
-    """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
+    """learning rate: a number, or step value step value ..., linear in between, constant outside;
+    steps are absolute and do not stretch with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
-    max_grad_norm: float = 0.5  # clip the norm of the policy network's gradient; 0 = no clipping
+    max_grad_norm: float = 0.5  # clip the norm of the policy network's gradient; 0 = off
     # algorithm
     gamma: float = 0.998  # discount of the game's rewards
     gamma_int: float = 0.99  # discount of the bonus
-    gae_lambda: float = 0.95  # GAE's lambda, of both
-    clip: float = 0.1  # clip range of the probability ratio
-    vf_coef: float = 1  # weight of the value term, half the squared error of each head
-    ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: one number, or as --lr
-    ext_coef: float = 2  # weight of the game's advantages; 0 = explore only
-    int_coef: float = 1  # weight of the bonus' advantages; 0 = PPO without a bonus
-    eta: float = 0.5  # bonus = eta x the mean squared error of the features, limited to --int-clip
-    int_clip: float = 1  # 0 = no limit
-    target: Literal["v", "std", "vic"] = "v"  # the target's loss: SND-V, SND-STD or SND-VIC
-    pairs: int = 64  # frame pairs a step of target v; std, vic: one per valid row of the minibatch
-    snd_preprocess: Literal["std", "none"] = "std"  # (x - mean) / std clipped to 1, or x / 255
-    motivation_passes: Literal["per-minibatch", "one"] = "per-minibatch"
-    """target and predictor learn after the policy, in its minibatches or in one ordered pass"""
-    predictor_share: float = 0  # share of its (row, feature) errors used; 0 = min(1, 32 / all envs)
-    predictor_sum: bool = False  # sum the predictor's squared errors (SND-STD), not their mean
-    warmup_steps: int = 256  # random steps per environment that start the frame statistics
+    gae_lambda: float = 0.95  # GAE's lambda, for both
+    clip: float = 0.1  # clip range of the probability ratio; 0 = off
+    vf_coef: float = 1  # weight of the value loss, half the squared error of each head
+    ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: a number, or as --lr
+    ext_coef: float = 2  # weight of the game's advantages; 0 = off, explore only
+    int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
+    eta: float = 0.5  # bonus = this x the mean squared error of the predicted features
+    int_clip: float = 1  # largest bonus; 0 = off
+    pairs: int = 64  # pairs of frames per SGD step of the target
+    predictor_share: float = 0
+    """share of the errors that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
+    warmup_steps: int = 256
+    """random steps per environment that start the frame statistics, at step 0; 0 = none"""
     # network
-    snd_net: Literal["elu4", "relu4"] = "elu4"  # target and predictor, see CONVOLUTIONS
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
-    target_gain: float = 2**0.5  # of the target's orthogonal weights
-    predictor_gain: float = 2**0.5  # of the predictor's
+
+
+FIXED = "env_id frame_size stack snd_features"  # in a resumed run
+AT_LEAST_1 = """num_envs num_steps update_epochs noop_max max_episode_steps stack pairs
+snd_features"""
+AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share"
 
 
 def check(args: Args):
-    """Raise UsageError for settings that cannot work."""
+    """Raise UsageError for settings that cannot work together."""
     rows = args.num_envs * args.num_steps
-    for name in ("num_envs", "num_steps", "update_epochs", "pairs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
-        max_grad_norm warmup_steps""".split()
-    for name in at_least_0:
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if args.minibatch_size < 2 or rows % args.minibatch_size:
-        raise UsageError(f"--minibatch-size {args.minibatch_size}: a divisor of {rows} from 2 on")
+        rule = f"must be a divisor of {rows} and at least 2"
+        raise UsageError(f"--minibatch-size {args.minibatch_size}: {rule}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    if args.eval_every and not args.eval_episodes:
-        raise UsageError("--eval-every: needs --eval-episodes")
-    schedule(0, args.lr)  # raises UsageError
-    schedule(0, args.ent_coef)
+    limits = {"noop_max": 1000, "stack": 64, "max_episode_steps": 2**31 - 1}
+    for name, limit in limits.items():
+        if getattr(args, name) > limit:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{flag}: must be at most {limit}")
 
 
 # --- environment ---
@@ -176,12 +148,9 @@ ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action, has reward 0 and shows the next first observation: it
-    is no transition, in no loss of the policy and no game's score. Rewards are signs of the game's.
-    With episodic_life a lost life sets `terminated`, but not at the time limit, and reset() goes on
-    with a game that is not over. Only whole games are reported (after such a reset: their rest), in
-    info["episode"] and info["_episode"], as by RecordEpisodeStatistics. One that ends in EnvPool's
-    no-ops after a lost life is reported late; the next has the rest of its time.
+    The step after an end ignores its action, has reward 0 and returns the first observation of the
+    next episode: it is no transition. Rewards are the signs of the game's. info["episode"] has the
+    return and length so far, unclipped; info["_episode"] marks the episodes that end.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -193,60 +162,54 @@ class AtariEnvs(gym.vector.VectorEnv):
         frames = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any game; for the scripts with a bonus
+        self.rooms_ever = np.zeros(256, bool)  # seen in any episode
 
     def reset(self, *, seed=None, options=None):
         self.done = np.zeros(self.num_envs, bool)
-        self.over = np.zeros(self.num_envs, bool)
-        self.lives = np.zeros(self.num_envs, int)
-        self.episode_returns = np.zeros(self.num_envs)
-        self.episode_lengths = np.zeros(self.num_envs, int)
+        self.returns = np.zeros(self.num_envs)
+        self.lengths = np.zeros(self.num_envs, int)
         return self.pool.reset()
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = self.pool.step(actions)
-        self.episode_returns += np.where(self.done, 0, info["reward"])
-        self.episode_lengths += ~self.done
-        # EnvPool's no-ops after a lost life may end the game unseen: then lives go up.
-        unseen = self.done & ~self.over & (info["lives"] > self.lives)
-        self.lives = info["lives"]
+        # `done` is still the last step's: an episode's first row has no reward and no length.
+        self.returns = np.where(self.done, 0, self.returns + info["reward"])
+        self.lengths = np.where(self.done, 0, self.lengths + 1)
         self.done = terminated | truncated
         if self.room_byte is not None:
             self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        game_over = self.done & (info["terminated"] > 0)  # also at the time limit
-        self.over = game_over | truncated | unseen  # of a game, not just of a life
-        if self.over.any():
-            info["episode"] = {"r": self.episode_returns, "l": self.episode_lengths}
-            info["_episode"] = self.over
-            self.episode_returns = np.where(self.over, 0, self.episode_returns)
-            self.episode_lengths = np.where(self.over, 0, self.episode_lengths)
-        return obs, reward, terminated | game_over, truncated, info
+        info["episode"] = {"r": self.returns, "l": self.lengths}
+        info["_episode"] = self.done
+        # EnvPool calls a game that is over at the time limit truncated only.
+        terminated = self.done & (info["terminated"] > 0)
+        return obs, reward, terminated, truncated, info
+
+    def close_extras(self, **kwargs):
+        self.pool.close()
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
-    """EnvPool's Atari as args say. `stream` names its random numbers."""
-    with contextlib.redirect_stderr(io.StringIO()):  # it imports gym, which prints a banner
+    """Create Atari environments as specified by args; `stream` seeds them."""
+    with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
         import envpool
     specs = envpool.registration.registry.specs
     games = [name.removesuffix("-v5") for name in specs if specs[name][0] == "envpool.atari"]
     game = args.env_id.removesuffix("-v5")
     if game not in games:
-        close = ", ".join(difflib.get_close_matches(game, games, 3, 0.4) or sorted(games))
-        raise UsageError(f"--env-id {game}: no Atari game of EnvPool; did you mean {close}?")
-    if min(args.noop_max, args.stack) < 1:
-        raise UsageError("--noop-max, --stack: at least 1, EnvPool crashes without")
-    # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share games.
+        close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
+        raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
+    # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share episodes.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
         f"{game}-v5",
         env_type="gymnasium",
         num_envs=num_envs,
-        num_threads=args.env_threads or CORES,
+        num_threads=args.threads or available_cores(),
         env_seed=seeds.tolist(),
         repeat_action_probability=args.repeat_action_probability,
         noop_max=args.noop_max,
         use_fire_reset=args.fire_reset,
-        episodic_life=args.episodic_life,
+        episodic_life=False,
         reward_clip=True,
         max_episode_steps=args.max_episode_steps,
         img_height=args.frame_size,
@@ -263,10 +226,9 @@ def stream_seed(seed: int, stream: str) -> int:
 
 # --- network ---
 
-CONVOLUTIONS = {  # width, kernel, stride and padding of each
-    "elu4": [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)],  # SND-V
-    "relu4": [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)],  # STD, VIC, the policy
-}
+# width, kernel, stride and padding of each convolution
+POLICY_CONVS = [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)]
+SND_CONVS = [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)]
 
 
 def layer(module, gain: float = 2**0.5):
@@ -276,22 +238,23 @@ def layer(module, gain: float = 2**0.5):
     return module
 
 
-def conv_layers(channels: int, net: str, gain: float = 2**0.5) -> nn.Sequential:
-    """Those of `net`, each with its activation, then flattened: (B, channels, S, S) -> (B, D)."""
+def conv_layers(channels: int, convs: list, activation) -> nn.Sequential:
+    """A stack of convolutions and a flatten: (B, channels, H, W) -> (B, D)."""
     layers = nn.Sequential()
-    for width, kernel, stride, padding in CONVOLUTIONS[net]:
-        layers.append(layer(nn.Conv2d(channels, width, kernel, stride, padding), gain))
-        layers.append(nn.ReLU() if net == "relu4" else nn.ELU())
+    for width, kernel, stride, padding in convs:
+        layers.append(layer(nn.Conv2d(channels, width, kernel, stride, padding)))
+        layers.append(activation())
         channels = width
     return layers.append(nn.Flatten())
 
 
 class Agent(nn.Module):
-    """michalnand's policy C: uint8 (B, C, S, S) -> logits (B, A), values (B, 2): game, bonus."""
+    """The policy: uint8 (B, C, H, W) -> logits (B, A), values (B, 2) of the game and the bonus."""
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.trunk = conv_layers(obs_shape[0], "relu4")
+        self.bf16 = args.precision == "bf16"
+        self.trunk = conv_layers(obs_shape[0], POLICY_CONVS, nn.ReLU)
         num_features = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
         self.trunk.append(layer(nn.Linear(num_features, 512)))
         self.trunk.append(nn.ReLU())
@@ -302,97 +265,90 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Reordered while still bytes: a quarter of the traffic. div_ reuses the floats.
+        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
+        # place, to avoid a second float copy.
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
-        x = self.trunk(x)
-        policy = F.relu(self.hidden_policy(x))
-        value = F.relu(self.hidden_value(x))
-        with torch.autocast(x.device.type, enabled=False):
-            return self.policy(policy.float()), self.value(value.float())
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            x = self.trunk(x)
+            policy = F.relu(self.hidden_policy(x))
+            value = F.relu(self.hidden_value(x))
+        return self.policy(policy.float()), self.value(value.float())  # heads in fp32
 
 
 class RunningMoments(nn.Module):
-    """Mean and deviation of all rows so far, element by element; saved with the weights."""
+    """Running mean and std of all rows seen, element by element; saved with the weights.
 
-    def __init__(self, shape: tuple[int, ...] = ()):
+    Starts as if `count` rows of mean 0 and this variance had been seen; `epsilon` is added to the
+    variance.
+    """
+
+    def __init__(self, shape: tuple[int, ...], count: float, variance: float, epsilon: float):
         super().__init__()
+        self.epsilon = epsilon
         self.register_buffer("sums", torch.zeros(3, *shape, dtype=torch.float64))  # of 1, x, x^2
-        self.sums[[0, 2]] = 1e-4  # 1e-4 rows of mean 0 and variance 1
+        self.sums[0] = count
+        self.sums[2] = count * variance
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in float32, exact for 256 rows: 256 * 255^2 < 2^24."""
+        """x: (B, *shape). Pixels are summed in fp32: exact for 256 rows, 256 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
             rows = rows.float() if x.dtype == torch.uint8 else rows.double()
             new[1] += rows.sum(0)
             new[2] += rows.square().sum(0)
-        self.sums += sum_over_ranks(new)
-
-    def mean(self):
-        return self.sums[1] / self.sums[0]
-
-    def std(self):
-        return (self.sums[2] / self.sums[0] - self.mean() ** 2).clamp(min=1e-12).sqrt()
+        self.sums += WORLD * mean_over_ranks(new)
+        mean = self.sums[1] / self.sums[0]
+        variance = (self.sums[2] / self.sums[0] - mean**2).clamp(min=1e-12)
+        self.mean.copy_(mean)
+        self.std.copy_((variance + self.epsilon).sqrt())
 
 
 class SND(nn.Module):
     """A target network that learns, its predictor, and the running statistics of frames.
 
-    Frames are uint8 (B, 1, S, S), the newest of an observation; features are (B, D).
+    Frames are uint8 (B, 1, H, W), the newest of an observation; features are (B, D).
     """
 
-    def __init__(self, size: int, args: Args):
+    def __init__(self, frame_shape: tuple[int, int, int], args: Args):
         super().__init__()
-        self.args = args
-        self.frames = RunningMoments((1, size, size))
+        self.bf16 = args.precision == "bf16"
+        self.frames = RunningMoments(frame_shape, count=1e-4, variance=1, epsilon=0)
         features = args.snd_features
-        self.target = conv_layers(1, args.snd_net, args.target_gain)
-        self.predictor = conv_layers(1, args.snd_net, args.predictor_gain)
-        width = self.target(torch.zeros(1, 1, size, size)).shape[1]
-        self.target.append(layer(nn.Linear(width, features), args.target_gain))
-        self.predictor.append(layer(nn.Linear(width, features), args.predictor_gain))
+        self.target = conv_layers(frame_shape[0], SND_CONVS, nn.ELU)
+        self.predictor = conv_layers(frame_shape[0], SND_CONVS, nn.ELU)
+        width = self.target(torch.zeros(1, *frame_shape)).shape[1]
+        self.target.append(layer(nn.Linear(width, features)))
+        self.predictor.append(layer(nn.Linear(width, features)))
         for _ in range(2):
             self.predictor.append(nn.ELU())
-            self.predictor.append(layer(nn.Linear(features, features), args.predictor_gain))
-        if args.target == "std":  # bilinear scores: these outputs times the patches of a frame
-            depth = CONVOLUTIONS[args.snd_net][2][0]  # of the third convolution's maps
-            self.whole = nn.Linear(features, depth)
-            self.local = nn.Linear(depth, depth)
+            self.predictor.append(layer(nn.Linear(features, features)))
         self.to(memory_format=torch.channels_last)
 
     def preprocess(self, frames):
-        """uint8 -> float32, under the statistics so far."""
-        x = frames.float()
-        if self.args.snd_preprocess == "none":
-            return x / 255
-        x = x - self.frames.mean().float()
-        return (x / self.frames.std().float()).clamp(-1, 1)
+        """Standardize each pixel by the statistics so far: uint8 -> float32 in [-1, 1]."""
+        x = frames.float() - self.frames.mean
+        return (x / self.frames.std).clamp(-1, 1)
 
     def errors(self, frames):
-        """Squared errors of the predictor, (B, D): eta x their mean is the bonus."""
+        """The predictor's squared errors (B, D); eta x their mean is the bonus."""
         x = self.preprocess(frames)
-        with torch.no_grad():
-            features = self.target(x).float()
-        return (self.predictor(x).float() - features).square()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            with torch.no_grad():
+                features = self.target(x)
+            predicted = self.predictor(x)
+        return (predicted.float() - features.float()).square()
 
     def target_loss(self, frames, others, far):
-        """The loss of the pairs (frames[i], others[i]).
-
-        v: one frame twice, or two where far (B,) is True; std, vic: others[i] is the next frame.
-        """
-        pair = [self.preprocess(frames), self.preprocess(others)]
-        if self.args.target == "v":
-            pair = [hide_tiles(x) for x in pair]
-        maps = [self.target[:6](x) for x in pair]  # after three convolutions, (B, K, H, W)
-        a, b = [self.target[6:](x).float() for x in maps]
-        with torch.autocast(a.device.type, enabled=False):
-            if self.args.target == "v":
-                return contrastive(a, b, far)
-            if self.args.target == "vic":
-                return vicreg(a, b)
-            patches, next_patches = [x.float().flatten(2).permute(2, 0, 1) for x in maps]
-            return infonce(patches, self.whole(b), self.local(next_patches), a)
+        """The contrastive loss of pairs (frames[i], others[i]); far (B,): not the same frame."""
+        a = hide_tiles(self.preprocess(frames))
+        b = hide_tiles(self.preprocess(others))
+        with torch.autocast(a.device.type, torch.bfloat16, enabled=self.bf16):
+            a = self.target(a)
+            b = self.target(b)
+        return contrastive(a.float(), b.float(), far)
 
 
 # --- mathematics ---
@@ -400,15 +356,17 @@ class SND(nn.Module):
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    try:
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    except RuntimeError as error:
+        raise FloatingPointError(f"cannot sample actions: {error}") from error
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N), of the step taken in row t; value: (T + 1, N), of row t's
-    observation. A termination has no future value; any end (`done`) cuts the trace. The row after
-    an end still shows that game's last observation, from which a game cut short bootstraps.
+    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
+    observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(reward)
@@ -420,53 +378,57 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
-    """What the loss is made of, a number a row: logits (B, A) and values (B, 2) are the new ones.
+    """The loss's terms and statistics per row, each (B,); logits (B, A), values (B, 2): new ones.
 
-    policy: negated clipped surrogate (PPO, eq. 7); value: half the squared errors of the
-    heads that in_use (2,) marks; approx_kl: the estimate r - 1 - log r of KL(old || new).
+    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared errors of the
+    heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
     """
+    clip = clip or math.inf
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
     ratio = log_ratio.exp()
     surrogate = ratio * rows["advantage"]
     clipped_surrogate = ratio.clamp(1 - clip, 1 + clip) * rows["advantage"]
     return {
-        "policy": -torch.min(surrogate, clipped_surrogate),
-        "value": 0.5 * ((values - rows["target"]) ** 2 * in_use).sum(-1),
-        "entropy": -(logp.exp() * logp).sum(-1),
-        "approx_kl": ratio - 1 - log_ratio,
-        "clip_frac": ((ratio - 1).abs() > clip).float(),
+        "loss/policy": -torch.min(surrogate, clipped_surrogate),
+        "loss/value": 0.5 * ((values - rows["target"]) ** 2 * in_use).sum(-1),
+        "loss/entropy": -(logp.exp() * logp).sum(-1),
+        "train/approx_kl": ratio - 1 - log_ratio,
+        "train/clip_frac": ((ratio - 1).abs() > clip).float(),
     }
 
 
 def explained_variance(value, target) -> float | None:
-    """1 - Var(target - value) / Var(target); None where targets do not vary."""
+    """1 - Var(target - value) / Var(target); None if targets do not vary."""
     variance = target.var()
     return 1 - ((target - value).var() / variance).item() if variance > 0 else None
 
 
 def schedule(step: int, knots: tuple[float, ...]) -> float:
-    """One number, or step, value, step, value, ...: linear between them, constant outside."""
+    """A number, or step value step value ...: linear in between, constant outside."""
     if len(knots) == 1:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
-    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
+    if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
+        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
     return float(np.interp(step, steps, values))
 
 
-def chance(share: float, like, height: int = 1, width: int = 1):
-    """(B, 1, height, width) booleans, True with probability `share`; B as in `like`."""
-    return torch.rand(len(like), 1, height, width, device=like.device) < share
+def chance(probability: float, like, height: int = 1, width: int = 1):
+    """(B, 1, height, width) booleans, each True with this probability; B as in `like`."""
+    return torch.rand(len(like), 1, height, width, device=like.device) < probability
 
 
 def hide_tiles(x):
-    """(B, 1, S, S): half the frames lose a tenth of their tiles; half, drawn anew, get noise."""
-    size = x.shape[-1]
+    """Augment frames (B, 1, H, W): each is, at even odds, masked and, independently, noised.
+
+    Masking sets a tenth of its tiles to 0. The tile size is drawn once for all frames.
+    """
+    height, width = x.shape[2:]
     tile = [1, 2, 4, 8, 12, 16][torch.randint(6, ()).item()]
-    tiles = math.ceil(size / tile)
-    hidden = chance(0.1, x, tiles, tiles).repeat_interleave(tile, 2).repeat_interleave(tile, 3)
-    x = x.masked_fill(hidden[..., :size, :size] & chance(0.5, x), 0)
+    hidden = chance(0.1, x, math.ceil(height / tile), math.ceil(width / tile))
+    hidden = hidden.repeat_interleave(tile, 2).repeat_interleave(tile, 3)[..., :height, :width]
+    x = x.masked_fill(hidden & chance(0.5, x), 0)
     noise = torch.rand_like(x) * 0.4 - 0.2
     return x + noise * chance(0.5, x)
 
@@ -474,387 +436,435 @@ def hide_tiles(x):
 def contrastive(a, b, far):
     """SND-V's loss: the mean squared distance of features (B, D) should be `far` (B,), 0 or 1.
 
-    The second term penalises the mean square of a plus that of b, beyond 200.
+    The second term penalizes features whose mean squares add up to more than 200.
     """
     distance = (a - b).square().mean(1)
     size = a.square().mean() + b.square().mean()
     return (far.float() - distance).square().mean() + F.relu(size - 200)
 
 
-def vicreg(a, b):
-    """SND-VIC's loss of features (B, D): VICReg's three terms, weighted 1, 1, 1/25."""
-    loss = F.mse_loss(a, b)
-    for z in (a, b):
-        z = z - z.mean(0)
-        covariance = z.T @ z / (len(z) - 1)  # torch.cov would wait for the GPU
-        variance = covariance.diagonal()
-        off_diagonal = covariance.square().sum() - variance.square().sum()
-        loss = loss + F.relu(1 - (variance + 1e-4).sqrt()).mean()
-        loss = loss + off_diagonal / len(covariance) / 25
-    return loss
-
-
-def infonce(patches, whole, local, features):
-    """SND-STD's loss: which frame of the batch comes next? (ST-DIM with two regularisers.)
-
-    patches: (P, B, K), maps of the frames; whole: (B, K), of the next frames; local: (P, B, K), of
-    their patches; features: (B, D), of the frames. The regularisers: 1e-4 x the
-    norm of a patch's (B, B) logits, to keep them small; -1e-4 x the deviation across a frame's
-    features, to spread them.
-    """
-    P, B, _ = patches.shape
-    answers = torch.arange(B, device=patches.device).repeat(P)  # frame i is followed by candidate i
-    loss = -1e-4 * features.std(1).mean()
-    for candidates in (whole, local):
-        logits = patches @ candidates.mT  # (P, B, B): patch p of frame i with next frame j
-        loss = loss + F.cross_entropy(logits.flatten(0, 1), answers)
-        loss = loss + 1e-4 * logits.norm(dim=(1, 2)).mean()
-    return loss
-
-
 # --- training ---
 
 
-def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
+def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
+    """The row numbers of each minibatch of an iteration, drawn with replacement."""
+    rows = torch.randint(num_rows, (args.update_epochs * num_rows,), device=device)
+    return rows.split(args.minibatch_size)
 
-    envs: a VectorEnv with next-step autoreset, uint8 (C, S, S) observations, newest frame last,
-    discrete actions. It is not seeded, evaluated or closed. None = EnvPool's Atari as args say.
-    Raises UsageError, OSError, FloatingPointError (a loss is not finite), KeyboardInterrupt.
+
+def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Args) -> dict:
+    """Train the policy, one SGD step per minibatch -> means over all minibatches.
+
+    batch: columns of T * N rows (obs: N more): obs, valid, action, logp, value, advantage, target.
     """
-    check(args)
+    device = batch["obs"].device
+    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
+    in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
+    sums = defaultdict(float)
+    for index in minibatches:
+        minibatch = {name: column[index] for name, column in batch.items()}
+        num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
+        optimizer.zero_grad()
+        for start in range(0, args.minibatch_size, micro_batch):
+            rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
+            logits, values = agent(rows["obs"])
+            terms = ppo_terms(logits, values, rows, args.clip, in_use)
+            # Contributions to means over valid rows; backward adds their gradients up.
+            parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
+            loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
+            loss -= ent_coef * parts["loss/entropy"]
+            loss.backward()
+            for name, part in parts.items():
+                sums[name] += part.detach()
+        for parameter in agent.parameters():
+            parameter.grad = mean_over_ranks(parameter.grad)
+        limit = args.max_grad_norm or math.inf  # inf: only measures the norm
+        sums["train/grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
+        optimizer.step()  # skips the SND networks, whose gradients are None
+    return {name: mean_over_ranks(x / len(minibatches)).item() for name, x in sums.items()}
+
+
+def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
+    """Train predictor and target, one SGD step per minibatch -> means over all minibatches.
+
+    The predictor learns the minibatch's frames, the target random pairs of the whole rollout.
+    """
+    device = batch["obs"].device
+    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
+    frames = batch["obs"][:, -1:]  # the newest of each observation
+    num_rows = len(batch["action"])
+    share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
+    sums = defaultdict(float)
+    for index in minibatches:
+        minibatch = frames[index]
+        # The mask drops single features, not rows.
+        mask = torch.rand(len(index), args.snd_features, device=device) < share
+        num_kept = mean_over_ranks(mask.float().sum()).clamp(min=1 / WORLD)
+        optimizer.zero_grad()
+        for start in range(0, args.minibatch_size, micro_batch):
+            rows = slice(start, start + micro_batch)
+            loss = (snd.errors(minibatch[rows]) * mask[rows]).sum() / num_kept
+            loss.backward()
+            sums["loss/predictor"] += loss.detach()
+        first, other = torch.randint(num_rows, (2, args.pairs), device=device)
+        same = torch.rand(args.pairs, device=device) < 0.5
+        second = torch.where(same, first, other)
+        loss = snd.target_loss(frames[first], frames[second], first != second)
+        loss.backward()
+        sums["loss/target"] += loss.detach()
+        for parameter in snd.parameters():
+            parameter.grad = mean_over_ranks(parameter.grad)
+        optimizer.step()  # skips the policy, whose gradients are None
+    return {name: mean_over_ranks(x / len(minibatches)).item() for name, x in sums.items()}
+
+
+def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
+    """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
+
+    make_envs(args, num_envs, stream): returns any VectorEnv with next-step autoreset, uint8
+    (C, H, W) observations (newest frame last) and Discrete actions.
+    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    """
+    args, saved = prepare(args, saved)
     device = set_up(args)
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
-    total = args.total_timesteps // batch_size * batch_size
-    saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step and another rank play other games and draw other actions.
+    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
     stream = f"training from {step} of rank {RANK}"
-    own_envs = envs is None
-    if own_envs:
-        envs = make_envs(args, N, stream)
-    else:
-        args = replace(args, env_id=type(envs.unwrapped).__name__)
-        envs = RecordEpisodeStatistics(envs)
-    if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.NEXT_STEP:
-        raise UsageError(f"--num-envs {N}: needs {N} environments, next-step autoreset; not {envs}")
-    if envs.single_observation_space.dtype != np.uint8:
-        raise UsageError("observations: must be uint8 (C, H, W)")
-    obs_shape = envs.single_observation_space.shape
+    envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
+    obs, _ = envs.reset()
+    check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=4)
+    obs_shape = obs.shape[1:]
     num_actions = envs.single_action_space.n
-    if len(obs_shape) != 3 or obs_shape[1] != obs_shape[2] or obs_shape[1] < 4:
-        raise UsageError(f"observations of shape {obs_shape}: must be (C, S, S) from 4 pixels on")
 
-    torch.manual_seed(args.seed)  # equal first weights on all ranks
+    torch.manual_seed(args.seed)
     agent = Agent(obs_shape, num_actions, args).to(device)
-    snd = SND(obs_shape[-1], args).to(device)
-    network = torch.compile(agent) if args.compile else agent
+    snd = SND((1, *obs_shape[1:]), args).to(device)
     parameters = [*agent.parameters(), *snd.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
-    rooms_ever = getattr(envs, "rooms_ever", np.zeros(256, bool))  # AtariEnvs marks new ones in it
-    best = -np.inf
+    rooms_ever = getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool))  # AtariEnvs updates it
+    best = saved["best"]
     if args.resume:
         agent.load_state_dict(saved["agent"])
         snd.load_state_dict(saved["snd"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         rooms_ever |= saved["rooms_ever"].numpy()
-        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
-            best = load_checkpoint(args.resume, "best.pt")["best"]
-    torch.manual_seed(stream_seed(args.seed, stream))
-    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
-    predictor_share = args.predictor_share or min(1, 32 / (N * WORLD))
-    in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
-    recent = deque(maxlen=100)  # returns of the last games
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
+    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+    compare_ranks(asdict(args) | local, step)
+    if args.compile:
+        agent.compile()
+    torch.manual_seed(stream_seed(args.seed, stream))  # actions, minibatches, masks and pairs
 
-    def forward(obs):
-        with autocast:
-            return network(obs)
-
-    def save(name: str):
-        state = {
-            "step": step,
-            "best": best,
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "snd": snd.state_dict(),
-            "rooms_ever": torch.from_numpy(rooms_ever),
-        }
-        logger.save(name, state)
-
-    # Row t = (obs_t, a_t, log pi(a_t|obs_t), V(obs_t), valid_t, r_{t+1}, terminated_{t+1},
-    # done_{t+1}). The row after an end is no transition, its action is ignored: it is not valid,
-    # which masks policy and value loss. Its frame, a game's last, trains the predictor.
-    observations = torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device)
-    # The newest frames, a view: frame t * N + n is row t's of environment n; i + N follows i.
-    newest = observations[:, :, -1:].view(-1, 1, *obs_shape[1:])
+    # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
+    # done_{t+1}). The row after an end is not valid: its action is ignored, so it stays out of the
+    # policy and value losses. The predictor also trains on its frame, the last of an episode.
     rollout = {
-        "obs": observations[:T],
+        "obs": torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device),
+        "valid": torch.zeros(T, N, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
     }
-    rewards = torch.zeros(T, N)
+    # On the CPU, where GAE runs; last axis: of the game, of the bonus. An end cuts both.
+    rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
-    valid = torch.zeros(T, N)
+    coefs = torch.tensor([args.ext_coef, args.int_coef])
 
-    logger = Logger(args, device, step, total)
-    last_save = time.monotonic()
+    def save(name: str):
+        recent_obs = torch.from_numpy(obs).to(device)
+        with torch.no_grad():
+            outputs = [*agent(recent_obs), snd.errors(recent_obs[:, -1:])]
+        state = {
+            "step": step,
+            "iteration": iteration,
+            "best": best,
+            "agent": agent.state_dict(),
+            "snd": snd.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "rooms_ever": torch.from_numpy(rooms_ever),
+        }
+        run.save(name, state, outputs)
+
+    run = Run(args, device, step, batch_size)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
+    done = np.zeros(N, bool)  # of the last step
     metrics = {}
     try:
-        obs, _ = envs.reset()
+        if not args.resume:
+            save("checkpoint.pt")
         if step == 0:
-            logger.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
+            run.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
             for _ in range(args.warmup_steps):
                 obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
                 snd.frames.update(torch.from_numpy(obs[:, -1:]).to(device))
             obs, _ = envs.reset()
-        done = np.zeros(N, bool)  # of the last step
-        while step < total:
-            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
+        while step + batch_size <= args.total_timesteps:
             # Rollout
-            returns, lengths = [], []  # of the games that end
+            start = time.perf_counter()
+            env_s = 0.0
+            returns, lengths = [], []  # of the episodes that end
             for t in range(T):
-                observations[t] = torch.from_numpy(obs)
-                valid[t] = torch.from_numpy(~done)
+                rollout["obs"][t] = torch.from_numpy(obs)
+                rollout["valid"][t] = torch.from_numpy(~done)
                 with torch.no_grad():
-                    logits, value = forward(observations[t])
+                    logits, value = agent(rollout["obs"][t])
                 action = sample(logits)
                 logp = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
                 rollout["action"][t] = action
                 rollout["logp"][t] = logp
                 rollout["value"][t] = value
                 action = action.cpu().numpy()
-                logger.lap("policy")
+                before = time.perf_counter()
                 obs, reward, terminated, truncated, info = envs.step(action)
-                done = terminated | truncated
-                if "episode" in info:
-                    returns += info["episode"]["r"][info["_episode"]].tolist()
-                    lengths += info["episode"]["l"][info["_episode"]].tolist()
-                rewards[t] = torch.from_numpy(reward)
-                terminations[t] = torch.from_numpy(terminated)
-                dones[t] = torch.from_numpy(done)
-                logger.lap("env", N * WORLD)
-            observations[T] = torch.from_numpy(obs)
+                env_s += time.perf_counter() - before
+                done = (terminated | truncated).astype(bool)
+                rewards[t, :, 0] = torch.as_tensor(reward)
+                terminations[t] = torch.as_tensor(terminated.astype(bool))
+                dones[t] = torch.as_tensor(done)
+                _, ended_returns, ended_lengths = ended_episodes(info)
+                returns += ended_returns
+                lengths += ended_lengths
+                run.bar.update(N * WORLD)
+            rollout["obs"][T] = torch.from_numpy(obs)
+
+            # Bonus of o_t under the frame statistics so far, which then take in this rollout
+            frames = rollout["obs"][:T, :, -1:]
             with torch.no_grad():
-                _, last_value = forward(observations[T])
-            logger.lap("policy")
+                raw_bonus = torch.stack([snd.errors(row).mean(1) for row in frames])
+            rewards[..., 1] = (args.eta * raw_bonus).clamp(max=args.int_clip or math.inf)
+            snd.frames.update(frames.flatten(0, 1))
 
-            # Bonus of o_t, under the frame statistics so far; then this rollout enters them
-            pieces = newest[: T * N].split(micro_batch)
-            with torch.no_grad(), autocast:
-                raw_bonus = torch.cat([snd.errors(piece).mean(1) for piece in pieces])
-            raw_bonus = raw_bonus.view(T, N).cpu()
-            bonus = (args.eta * raw_bonus).clamp(max=args.int_clip or np.inf)
-            snd.frames.update(newest[: T * N])
-            logger.lap("bonus")
-
-            # Targets. Row t's bonus is for o_t, to which a_{t-1} led: it is in a_{t-1}'s return
+            # Advantages. The row after an end shows the episode's last observation, from whose
+            # value a truncated episode bootstraps.
+            with torch.no_grad():
+                _, last_value = agent(rollout["obs"][T])
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
-            value_ext, value_int = values.unbind(-1)
-            lam = args.gae_lambda
-            advantage_ext = gae(rewards, value_ext, terminations, dones, args.gamma, lam)
-            advantage_int = gae(bonus, value_int, terminations, dones, args.gamma_int, lam)
-            advantages = args.ext_coef * advantage_ext + args.int_coef * advantage_int
-            targets = torch.stack([advantage_ext, advantage_int], -1) + values[:T]
-            is_valid = valid.bool()
-            explained_ext = explained_variance(value_ext[:T][is_valid], targets[is_valid][:, 0])
-            explained_int = explained_variance(value_int[:T][is_valid], targets[is_valid][:, 1])
-            columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
-            columns["valid"] = valid.to(device)
+            advantages = torch.zeros(T, N, 2)
+            for i, gamma in enumerate([args.gamma, args.gamma_int]):
+                head = rewards[..., i], values[..., i], terminations, dones
+                advantages[..., i] = gae(*head, gamma, args.gae_lambda)
+            targets = advantages + values[:T]
+            is_valid = rollout["valid"].cpu().bool()
+            old_values, new_targets = values[:T][is_valid].T, targets[is_valid].T
+            columns = rollout | {"target": targets.to(device)}
+            columns["advantage"] = (advantages * coefs).sum(-1).to(device)
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
-            logger.lap("policy")
+            acted = time.perf_counter()
 
-            # Update of the policy
+            # Learning: the policy, then predictor and target
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            if args.minibatches == "drawn":
-                order = torch.randint(T * N, (args.update_epochs * T * N,))
-            else:
-                order = torch.randperm(T * N).repeat(args.update_epochs)
-            minibatches = order.split(args.minibatch_size)
-            sums = defaultdict(float)  # of the minibatches' means
-            for index in minibatches:
-                index = index.to(device, non_blocking=True)
-                minibatch = {name: column[index] for name, column in batch.items()}
-                num_valid = sum_over_ranks(minibatch["valid"].sum()).clamp(min=1)
-                optimizer.zero_grad()
-                for start in range(0, args.minibatch_size, micro_batch):
-                    piece = slice(start, start + micro_batch)
-                    rows = {name: column[piece] for name, column in minibatch.items()}
-                    terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, in_use)
-                    mask = rows["valid"]
-                    # This piece's shares of the minibatch's means; backward adds gradients up.
-                    shares = {name: (x * mask).sum() / num_valid for name, x in terms.items()}
-                    loss = shares["policy"] + args.vf_coef * shares["value"]
-                    loss -= ent_coef * shares["entropy"]
-                    loss.backward()
-                    for name, share in shares.items():
-                        sums[name] += share.detach()
-                for parameter in agent.parameters():
-                    parameter.grad = sum_over_ranks(parameter.grad)
-                limit = args.max_grad_norm or np.inf  # inf: only measures the norm
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), limit)
-                sums["grad_norm"] += grad_norm / WORLD  # summed over ranks below
-                optimizer.step()
-            means = {name: sum_over_ranks(x) / len(minibatches) for name, x in sums.items()}
-
-            # Update of predictor and target. zero_grad makes the policy's gradients None, so Adam
-            # skips it, as it skipped these two above.
-            if args.motivation_passes == "one":
-                minibatches = torch.arange(T * N).split(args.minibatch_size)  # once more, in order
-            snd_sums = defaultdict(float)
-            for index in minibatches:
-                minibatch = newest[index.to(device, non_blocking=True)]
-                # A mask of single features, not of rows.
-                mask = torch.rand(len(index), args.snd_features, device=device) < predictor_share
-                num_kept = sum_over_ranks(mask.sum()).clamp(min=1)
-                optimizer.zero_grad()
-                for start in range(0, args.minibatch_size, micro_batch):
-                    piece = slice(start, start + micro_batch)
-                    with autocast:
-                        errors = snd.errors(minibatch[piece])
-                    loss = (errors * mask[piece]).sum()
-                    if not args.predictor_sum:
-                        loss = loss / num_kept
-                    loss.backward()
-                    snd_sums["predictor"] += loss.detach()
-                if args.target == "v":  # pairs: one frame twice or two, at even odds
-                    first, other = torch.randint(T * N, (2, args.pairs), device=device)
-                    same = torch.rand(args.pairs, device=device) < 0.5
-                    second = torch.where(same, first, other)
-                else:  # consecutive frames; after an invalid row's frame another game begins
-                    kept = index[is_valid.flatten()[index]]  # on the CPU, or a GPU would wait here
-                    kept = kept if len(kept) > 1 else index  # VICReg's loss of one row is nan
-                    first = kept.to(device, non_blocking=True)
-                    second = first + N
-                with autocast:
-                    loss = snd.target_loss(newest[first], newest[second], first != second)
-                loss = loss / WORLD
-                loss.backward()
-                snd_sums["target"] += loss.detach()
-                for parameter in snd.parameters():
-                    parameter.grad = sum_over_ranks(parameter.grad)
-                optimizer.step()
-            for name, x in snd_sums.items():
-                means[name] = sum_over_ranks(x) / len(minibatches)
-            means = {name: mean.item() for name, mean in means.items()}
-            logger.lap("learn")
-
-            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
-            if not np.isfinite(sum(means.values())):
+            minibatches = draw_minibatches(T * N, device, args)
+            means = learn(agent, optimizer, batch, minibatches, ent_coef, args)
+            means |= learn_snd(snd, optimizer, batch, minibatches, args)
+            if not np.isfinite(list(means.values())).all():
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
+            learned = time.perf_counter()
+
+            # Metrics: losses are means over ranks, the rest is of rank 0
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
-                "iteration": next_step // batch_size,
+                "iteration": iteration + 1,
                 "episode/return": np.mean(returns) if returns else None,
                 "episode/length": np.mean(lengths) if lengths else None,
                 "episode/count": len(returns),
                 "episode/rooms_ever": rooms_ever.sum() or None,
                 "eval/return": None,
-                "loss/policy": means["policy"],
-                "loss/value": means["value"],
-                "loss/entropy": means["entropy"],
-                "loss/predictor": means["predictor"],
-                "loss/target": means["target"],
-                "train/approx_kl": means["approx_kl"],
-                "train/clip_frac": means["clip_frac"],
-                "train/explained_variance": explained_ext,
-                "train/grad_norm": means["grad_norm"],
+                **means,
+                "train/explained_variance": explained_variance(old_values[0], new_targets[0]),
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
-                "train/valid_frac": valid.mean().item(),
+                "train/valid_frac": is_valid.float().mean().item(),
                 "int/reward_raw": raw_bonus.mean().item(),
-                "int/reward_norm": bonus.mean().item(),  # scaled and limited, not normalised
-                "int/return_std": targets[is_valid][:, 1].std().item(),  # in RND the bonus' divisor
-                "int/explained_variance": explained_int,
+                "int/reward": rewards[..., 1].mean().item(),
+                "int/return_std": new_targets[1].std().item(),
+                "int/explained_variance": explained_variance(old_values[1], new_targets[1]),
+                "time/sps": batch_size / (learned - start),
+                "time/env_s": env_s,
+                "time/policy_s": acted - start - env_s,
+                "time/learn_s": learned - acted,
             }
             due = args.eval_every and next_step // args.eval_every > step // args.eval_every
-            if due and own_envs and RANK == 0:
-                metrics["eval/return"] = evaluate(agent, args)["game"]["mean"]
-            metrics = logger.log(metrics)
+            if due and RANK == 0:
+                metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
+            run.log(metrics)
             step = next_step
+            iteration += 1
             recent.extend(returns)
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-            if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
+            is_last = step + batch_size > args.total_timesteps
+            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 save("checkpoint.pt")
-                last_save = time.monotonic()
-    except FloatingPointError:
-        raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM or a failure
-        # What a half-done iteration has learned is kept, its steps do not count.
+        result = metrics | {"step": step, "agent": agent, "run": str(run.folder)}
+        if args.eval_episodes and RANK == 0:
+            run.say(f"trained to step {step:,}, evaluating")
+            result["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
+            run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
+        return result
+    except KeyboardInterrupt:
+        # Keeps the weights of the unfinished iteration but not its step count.
         save("checkpoint.pt")
-        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
+        run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
     finally:
-        logger.bar.close()
-
-    result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
-    if own_envs and args.eval_episodes and RANK == 0:
-        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
-        result["eval"] = {"step": step, "splits": evaluate(agent, args)}
-        (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
-    return result
+        run.close()
+        envs.close()
 
 
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args) -> dict:
-    """Play args.eval_episodes games or some more -> {"game": {mean, stderr, returns, lengths}}.
+def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
+    """Play at least args.eval_episodes episodes -> {"game": {mean, stderr, returns, lengths}}.
 
-    Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
+    Every evaluation uses the same seeds, so two evaluations differ only in the agent.
     """
-    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
-    envs = make_envs(args, math.ceil(args.eval_episodes / games), "game")
-    returns, lengths = play(agent, envs, games, stream_seed(args.seed, "game actions"))
+    per_env = math.ceil(args.eval_episodes / 64)  # episodes in each of at most 64 environments
+    envs = make_envs(args, math.ceil(args.eval_episodes / per_env), "game")
+    returns, lengths = play(agent, envs, per_env, stream_seed(args.seed, "game actions"))
+    envs.close()
     mean = float(np.mean(returns))
-    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
-    tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)")
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
+    spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
+    tqdm.write(f"game: return {mean:.2f} {spread}")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 
 @torch.no_grad()
-def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
+def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
+    """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first to finish would favour short games.
+    A fixed number per environment: counting the first ones to finish would favour short episodes.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")
     played = np.zeros(envs.num_envs, int)
     returns, lengths = [], []
     obs, _ = envs.reset()
-    while played.min() < games:
+    while played.min() < episodes:
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        if "episode" in info:
-            counted = info["_episode"] & (played < games)
-            returns += info["episode"]["r"][counted].tolist()
-            lengths += info["episode"]["l"][counted].tolist()
-            played += info["_episode"]
+        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+            if played[env] < episodes:
+                returns.append(episode_return)
+                lengths.append(length)
+            played[env] += 1
     return returns, lengths
 
 
-# --- plumbing, the same text in all five scripts of this project ---
+# --- plumbing, the same text in all five scripts ---
 
 SCRIPT = Path(__file__).stem
 
 
 class UsageError(ValueError):
-    """What the user can mend: `main` prints one line and returns 2."""
+    """A mistake the user can fix: `main` prints it in one line and returns 2."""
+
+
+def plain(name: str, value, kind):
+    """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
+    value = value.item() if isinstance(value, np.generic) else value
+    choices = get_args(kind)
+    low = 1 if name in AT_LEAST_1.split() else 0
+    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    if get_origin(kind) is Literal and value in choices:
+        return choices[choices.index(value)]
+    if get_origin(kind) is tuple:
+        return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
+    if kind is str or kind is bool and value in (False, True):
+        return kind(value)
+    if kind in (int, float) and isinstance(value, int | float):
+        if low <= value <= high and kind(value) == value:
+            return kind(value)
+    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
+    wanted = choices or f"{kind.__name__}, {limits}"
+    raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
+
+
+def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
+    """Check all flags -> plain args, and the checkpoint to start from."""
+    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+        saved = load_checkpoint(args.resume)
+        defaults = asdict(Args())
+        given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
+        args = Args(**(saved["args"] | given))
+    kinds = get_type_hints(Args)
+    args = Args(**{name: plain(name, x, kinds[name]) for name, x in vars(args).items()})
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    schedule(0, args.lr)  # raises UsageError
+    schedule(0, args.ent_coef)
+    check(args)
+    if not args.resume:
+        return args, {"step": 0, "iteration": 0, "best": -math.inf}
+    for name in FIXED.split():
+        old, new = saved["args"].get(name), getattr(args, name)
+        if new != old:
+            raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
+    if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+        saved["best"] = load_checkpoint(args.resume, "best.pt")["best"]
+    return args, saved
+
+
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
+    """Load with weights_only=True, so that an untrusted file cannot execute code."""
+    try:
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
+        unknown = saved["args"].keys() - vars(Args()).keys()
+    except Exception as error:  # a damaged or foreign file can raise nearly anything
+        raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
+    if "iteration" not in saved:
+        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+    if unknown:
+        raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
+    return saved
+
+
+def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int):
+    """Raise UsageError for environments that the script cannot train on."""
+    mode = envs.metadata.get("autoreset_mode")
+    if envs.num_envs != num_envs or mode != autoreset:
+        given = f"{envs.num_envs} environments with {mode}"
+        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+    actions = envs.single_action_space
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
+
+
+def ended_episodes(info: dict) -> tuple[list, list, list]:
+    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    key = "episode" if "episode" in info else "counted"
+    if key not in info:
+        return [], [], []
+    envs = np.flatnonzero(info[f"_{key}"])
+    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+
+
+def available_cores() -> int:
+    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def set_up(args: Args) -> torch.device:
-    """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
+    """Choose and try the device, set PyTorch's threads, join the other ranks."""
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -865,155 +875,197 @@ def set_up(args: Args) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
-    torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
+    torch.set_num_threads(args.threads or (available_cores() if device.type == "cpu" else 1))
+    torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
+    libc.mallopt(-4, 0)  # M_MMAP_MAX and M_TRIM_THRESHOLD: keep freed memory;
+    libc.mallopt(-1, -1)  # otherwise CPU time rises by 9 %
     if WORLD > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
-def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+def mean_over_ranks(x):
+    """The mean of a tensor over torchrun's processes; without torchrun x itself."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
+        x /= WORLD
     return x
 
 
-def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
-    """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
+def compare_ranks(*values):
+    """Refuse to train ranks that were started with different flags or checkpoints."""
+    if WORLD > 1:
+        gathered = [None] * WORLD
+        dist.all_gather_object(gathered, values)
+        if gathered.count(values) != WORLD:
+            raise UsageError("the ranks were started with different flags or checkpoints")
+
+
+def make_folder(args: Args) -> Path:
+    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
+    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.run_dir, args.run_name or name)
     try:
-        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
-        script, flags = saved["script"], saved["args"].keys()
-    except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
-    if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
-    return saved
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
+    except OSError as error:
+        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
+    return folder
 
 
-class Logger:
-    """A run's folder and what is written to it (by rank 0), progress, clocks."""
+class Run:
+    """A run's folder, written by rank 0 only, and its progress on the terminal."""
 
-    def __init__(self, args: Args, device: torch.device, step: int, total: int):
-        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
+    def __init__(self, args: Args, device: torch.device, step: int, batch_size: int):
         self.args = args
-        self.start = step
-        self.step = step
-        self.table = None
-        self.laps = defaultdict(float)
-        self.mark = time.perf_counter()
-        if RANK == 0 and self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
-        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
+        self.folder = None
+        self.last_save = time.monotonic()
+        total = step + max(0, args.total_timesteps - step) // batch_size * batch_size
+        hide = RANK > 0 or args.quiet or not (sys.stderr and sys.stderr.isatty())
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
-        cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
-        config = {
+        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.table = open(self.folder / "metrics.csv", "ab+")
+        try:
+            fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--resume {args.resume}: another process is training it") from None
+        self.columns = self.cut_table(step)
+        config = self.folder / "config.json"
+        parts = json.loads(config.read_text()) if config.exists() else []
+        revision, cpu = "", None
+        with contextlib.suppress(OSError):  # without git
+            git = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
+            revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        with contextlib.suppress(OSError):
+            cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+        packages = [x for x in ("torch", "numpy", "gymnasium", "envpool") if x in sys.modules]
+        part = {
             "script": SCRIPT,
+            "step": step,
             "args": asdict(args),
-            "git": subprocess.getoutput(git),
-            "torch": torch.__version__,
-            "cpu": subprocess.getoutput(cpu),
+            "git": revision or None,
+            "python": platform.python_version(),
+            "packages": {name: sys.modules[name].__version__ for name in packages},
+            "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "ranks": WORLD,
         }
-        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+        self.write("config.json", json.dumps([*parts, part], indent=1).encode())
         self.tensorboard = SummaryWriter(self.folder, purge_step=step + 1)
-        threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
-        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
+        threads = args.threads or available_cores()
+        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
+
+    def cut_table(self, step: int) -> list[str]:
+        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        self.table.seek(0)
+        lines = self.table.read().splitlines(keepends=True)
+        for line in lines[:0:-1]:  # from the end to the first row after the header
+            row = re.fullmatch(rb"(\d+),.*\n", line)
+            if row and int(row[1]) <= step:
+                break
+            lines.pop()
+        self.table.truncate(sum(map(len, lines)))
+        return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             print(end="", file=stream, flush=True)  # a log file has it at once
 
-    def lap(self, phase: str, steps: int = 0):
-        """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
-        now = time.perf_counter()
-        self.laps[f"time/{phase}_s"] += now - self.mark
-        self.mark = now
-        self.bar.update(steps)
-
-    def log(self, metrics: dict) -> dict:
-        """Add steps a second and the clocks, and write a row; None is an empty cell."""
-        sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | dict(self.laps)
-        self.step = metrics["step"]
-        self.laps.clear()
-        score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
-        self.bar.set_postfix_str(f"return {score}")
-        if self.bar.disable:
-            left = (self.bar.total - self.step) / sps / 60
-            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s  {left:.0f} min left")
-        if RANK == 0:
-            self.write(metrics)
-        return metrics
-
-    def write(self, metrics: dict):
-        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
-            path = self.folder / "metrics.csv"
-            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
-            columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
-            file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
-            self.table = csv.DictWriter(file, columns, lineterminator="\n")
-            self.table.writeheader()
-            self.table.writerows(rows)
-            os.replace(file.name, path)  # `file` stays open under its new name
-        cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
-        self.table.writerow(cells)
+    def log(self, metrics: dict):
+        """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
+        step, sps, score = metrics["step"], metrics["time/sps"], metrics["episode/return"]
+        score = "return -" if score is None else f"return {score:.2f}"
+        self.bar.set_postfix_str(score)
+        if self.bar.disable or not sys.stdout.isatty():
+            left = (self.bar.total - step) / sps / 60
+            self.say(f"step {step:,}  {score}  {sps:,.0f} steps/s  {left:.0f} min left")
+        if RANK > 0:
+            return
+        if not self.columns:
+            self.columns = list(metrics)
+            self.table.write((",".join(self.columns) + "\n").encode())
+        cells = [metrics.get(name) for name in self.columns]
+        cells = [f"{x:.6g}" if isinstance(x, float) else "" if x is None else str(x) for x in cells]
+        self.table.write((",".join(cells) + "\n").encode())
+        self.table.flush()
         for name, value in metrics.items():
             if value is not None:
-                self.tensorboard.add_scalar(name, value, self.step)
+                self.tensorboard.add_scalar(name, value, step)
         self.tensorboard.flush()
 
-    def save(self, name: str, state: dict):
+    def write(self, name: str, data: bytes):
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        if not self.folder.exists():
+            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.folder.mkdir(parents=True)
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_bytes(data)
+        os.replace(temporary, self.folder / name)
+
+    def save(self, name: str, state: dict, outputs):
+        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        if name == "checkpoint.pt":
+            self.last_save = time.monotonic()
+        if RANK > 0:
+            return
+        parts = [part.values() for part in state.values() if isinstance(part, dict)]
+        tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+        if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
+            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+        state |= {"script": SCRIPT, "args": asdict(self.args) | {"resume": ""}}
+        buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError
+        torch.save(state, buffer)
+        self.write(name, buffer.getbuffer())
+
+    def close(self):
+        self.bar.close()
         if RANK == 0:
-            state["script"] = SCRIPT
-            state["args"] = asdict(self.args)
-            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
-            torch.save(state, buffer)
-            (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
-            os.replace(self.folder / "tmp.pt", self.folder / name)
+            self.tensorboard.close()
+            self.table.close()
 
 
-def stop(number, frame):
-    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
-    if sys.exception() is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
+def interrupt(number, frame):
+    """Stop on the first signal; ignore later ones while `train` is saving."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
-def main(argv=None) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C or SIGTERM."""
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # None where the caller has closed it
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+def main(argv=None, make_envs=make_envs) -> int:
+    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
-        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
-        if args.resume:  # parse again, on top of the run's own flags
-            defaults = Args(**load_checkpoint(args.resume)["args"])
-            args = tyro.cli(Args, args=argv, default=defaults)
-        train(args)
+        saved = None
+        args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])
+        if args.resume:  # parse again, on top of the run's flags
+            saved = load_checkpoint(args.resume)
+            args = tyro.cli(Args, args=argv, default=Args(**saved["args"]))
+        train(args, make_envs, saved)
         if WORLD > 1:
             dist.destroy_process_group()
+        return 0
     except KeyboardInterrupt:
         return 130
-    except (UsageError, OSError, FloatingPointError, ImportError) as error:
+    except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -1,47 +1,48 @@
-"""PPO on Procgen: T. Tumiel's entry to the NeurIPS 2020 Procgen competition.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
+#     "tensorboard==2.21.0", "tqdm==4.70.1",
+# ]
+# ///
+"""PPO on Procgen, as in Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition.
 
     python ppo_procgen.py --env-id bigfish                   # 8M steps, easy, unlimited levels
-    python ppo_procgen.py --env-id coinrun --num-levels 200  # generalisation to other levels
-    python ppo_procgen.py --resume runs/NAME                 # go on with a stopped run
+    python ppo_procgen.py --env-id coinrun --num-levels 200  # generalisation to unseen levels
+    python ppo_procgen.py --resume runs/NAME                 # continue a stopped run
 
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438. Network:
-IMPALA, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
+IMPALA CNN, Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020, arXiv:1912.01588.
 
-Measured: mean training return from 0.9M to 1M steps, all levels, one or two CPU cores; in brackets
-OpenAI's PPO (three runs). One seed each, `--channels 16 32 32`: starpilot 12.1 (8.1 +- 0.2),
-coinrun 6.9 (6.8 +- 0.1), jumper in bf16 5.8 (6.2 +- 0.1), fruitbot 2.7 (10.4 +- 1.0), bossfight 0.4
-(0.9 +- 0.2); bigfish from 7.2M to 8M steps 22.3 (10.3 +- 0.5), evaluated 24.2 +- 1.7 (the entry,
-one run, wide network: 26.3). Two seeds with OpenAI's flags (in the README): starpilot 7.9 +- 0.3,
-fruitbot 9.0 +- 1.5.
-
-Unlike a textbook PPO, as in the entry (RLlib 0.8.7 on TensorFlow 2.3, graph mode):
-- a penalty on the exact KL(old || new), with an adaptive weight, beside the clipped ratio;
-- advantages are standardised once per rollout, not once per minibatch;
-- a rollout is cut into minibatches once, and only their order is drawn anew in each epoch;
-- no gradient clipping, a piecewise linear learning rate, frames t-3 and t as input.
-
-Departures, effects not measured: PyTorch's Adam adds epsilon after the bias correction, that of
-TensorFlow before it; the entry's first update still has RLlib's default rate, 5e-5.
-Left out on purpose: films (benchmark/evaluate.py), augmentation (benchmark/variants), emulator
-states in checkpoints.
+Unlike most PPO code, as in the entry (RLlib 0.8.7):
+- a penalty on KL(old || new) with an adaptive weight is added to the clipped loss;
+- advantages are standardized once per rollout, not once per minibatch;
+- a rollout is split into minibatches once; each epoch only shuffles their order;
+- no gradient clipping; a piecewise linear learning rate; frames t-3 and t as input.
+Departures, results and the commands behind them: docs/ppo_procgen.md.
 """
 
 import contextlib
-import csv
 import ctypes
+import difflib
+import errno
+import fcntl
 import io
 import json
 import math
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -57,114 +58,107 @@ from tqdm import tqdm
 
 RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
-CORES = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
-# step, rate, step, rate, ...: the entry's
+# step, rate, step, rate, ...: the schedule of the competition entry
 LR = (0, 1e-4, 5e5, 8e-4, 1e6, 1e-4, 2e6, 5e-4, 3e6, 5e-5, 4e6, 2e-4, 8e6, 3e-5)
 
 
 @dataclass
 class Args:
     # run
-    env_id: Literal[*GAMES] = "bigfish"  # game
-    total_timesteps: int = 8_000_000  # agent steps of all environments, floored to whole iterations
-    seed: int = 1  # equal runs on a CPU write equal metrics, but for time/*
+    env_id: str = "bigfish"  # Procgen game
+    total_timesteps: int = 8_000_000  # total environment steps, rounded down to whole rollouts
+    seed: int = 1  # on a CPU, runs with the same flags write identical metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
-    run_name: str = ""  # folder of this run in it; "" = env-id__script__seed__time
-    resume: str = ""  # run folder to go on in; its flags apply unless given here
-    device: str = "auto"  # auto (cuda if there is one), cpu, cuda, cuda:1
-    torch_threads: int = 0  # CPU threads of PyTorch; 0 = the core count on a CPU, 1 on a GPU
-    env_threads: int = 0  # threads that step the environments; 0 = the core count
-    compile: bool = False  # torch.compile the network; off until measured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16: slow on older CPUs
-    micro_batch: int = 0  # rows computed at once, bounds memory; 0 = 64 on a CPU, all on a GPU
-    checkpoint_every: float = 300  # seconds between checkpoints
-    eval_episodes: int = 100  # games per evaluation; one evaluation is at the end; 0 = none
-    eval_every: int = 0  # agent steps between evaluations in training; 0 = none
-    quiet: bool = False  # only results, no progress
+    run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
+    resume: str = ""  # folder of a run to continue; its saved flags are the defaults
+    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
+    threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
+    compile: bool = False  # torch.compile the network; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
+    micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 64 on a CPU, all on a GPU
+    checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
+    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
+    quiet: bool = False  # no progress, only evaluations
     # environment
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
-    stack: Literal["none", "gap", "full"] = "gap"  # frames shown: t, or t-3 and t, or t-3 to t
-    num_envs: int = 48  # parallel environments, of each process under torchrun
-    norm_reward: float = 0  # divide rewards by the deviation of returns of this discount; 0 = no
-    # optimisation
+    stack: Literal["none", "gap", "full"] = "gap"  # input: frame t; t-3 and t; or t-3 to t
+    num_envs: int = 48  # parallel environments (per process, with torchrun)
+    norm_reward: float = 0
+    """divide rewards by the running std of returns discounted by this (OpenAI: 0.99); 0 = off"""
+    # optimization
     num_steps: int = 200  # rollout length per environment
     minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
     update_epochs: int = 3  # passes over a rollout
     lr: tuple[float, ...] = LR
-    """learning rate: one number, or step, rate, step, rate, ...: linear between, constant beyond"""
+    """learning rate: a number, or step value step value ..., linear in between, constant outside;
+    steps are absolute and do not stretch with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
-    max_grad_norm: float = 0  # clip the gradient's norm; 0 = no clipping
-    reshuffle: bool = False  # cut new minibatches in every epoch (OpenAI), not once a rollout
+    max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
+    reshuffle: bool = False
+    """reshuffle rows every epoch (OpenAI); default: split once, shuffle only the minibatches"""
     # algorithm
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.9  # GAE's lambda
-    clip: float = 0.2  # clip range of the probability ratio
-    vf_clip: float = 30  # how far the value may move from the old one, in units of return
-    vf_coef: float = 0.5  # weight of the value term, which has no 1/2 (OpenAI's 0.5 is 0.25 here)
-    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardise advantages over this
-    ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: one number, or as --lr
-    kl_coef: float = 0.2  # first weight of KL(old || new), adapted to --kl-target; 0 = no penalty
-    kl_target: float = 0.01  # KL per iteration, in nats
+    clip: float = 0.2  # clip range of the probability ratio; 0 = off
+    vf_clip: float = 30  # clip range of the value, in units of return; 0 = off
+    vf_coef: float = 0.5  # weight of the squared value error (no factor 1/2: OpenAI's 0.5 is 0.25)
+    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardize advantages over this
+    ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: a number, or as --lr
+    kl_coef: float = 0.2  # first weight of KL(old || new), adapted to --kl-target; 0 = off
+    kl_target: float = 0.01  # target of the KL per iteration, in nats
     # network
-    channels: tuple[int, int, int] = (32, 64, 64)  # widths of the IMPALA CNN's stages
-    pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pool, or every output
-    input_shift: float = 128  # the network's input is (pixel - this) / 255; OpenAI 0
+    channels: tuple[int, int, int] = (32, 64, 64)  # widths of the three stages of the IMPALA CNN
+    pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average pooling or all outputs
+    input_shift: float = 128  # the network's input is (pixel - this) / 255; OpenAI: 0
     ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
+FIXED = "env_id distribution_mode stack channels pool input_shift"  # in a resumed run
+AT_LEAST_1 = "num_envs num_steps update_epochs channels"
+AT_MOST_1 = "gamma gae_lambda norm_reward"
+
+
 def check(args: Args):
-    """Raise UsageError for settings that cannot work."""
+    """Raise UsageError for settings that cannot work together."""
     rows = args.num_envs * args.num_steps
-    for name in ("num_envs", "num_steps", "update_epochs"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    at_least_0 = """seed micro_batch eval_episodes eval_every torch_threads env_threads
-        max_grad_norm num_levels start_level""".split()
-    for name in at_least_0:
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 0")
     if not 2 <= args.minibatch_size <= rows:
         raise UsageError(f"--minibatch-size {args.minibatch_size}: must be from 2 to {rows}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    if args.eval_every and not args.eval_episodes:
-        raise UsageError("--eval-every: needs --eval-episodes")
-    schedule(0, args.lr)  # raises UsageError
-    schedule(0, args.ent_coef)
+    if args.start_level + args.num_levels >= 2**31:
+        raise UsageError("--start-level, --num-levels: their sum must be below 2 ** 31")
+    if args.kl_coef and not args.kl_target:
+        raise UsageError("--kl-target 0: must be positive; --kl-coef 0 turns the penalty off")
 
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # 0: the oldest frame kept
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the last four frames; 0 = oldest
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
-    """OpenAI's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
+    """EnvPool's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
-    The observation of a step that ended a game is the next game's first, and fills its stack.
-    A time-out sets `terminated`. `reset` cannot cut a game short.
+    The step that ends an episode returns the first observation of the next one, whose stack it
+    fills. `truncated` marks time limits. `reset` continues episodes that have not ended.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, shown: tuple[int, ...], num: int, **options):
-        with contextlib.redirect_stderr(io.StringIO()):  # it imports gym, which prints a banner
-            from procgen import ProcgenGym3Env
-        self.env = ProcgenGym3Env(num=num, **options)
-        self.num_envs = num
+    def __init__(self, pool, num_envs: int, shown: tuple[int, ...]):
+        self.pool = pool
+        self.num_envs = num_envs
         self.shown = shown
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
-        _, frame, _ = self.observe()
+        frame, _ = pool.reset()
         self.frames = [frame] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
-
-    def observe(self):
-        reward, obs, first = self.env.observe()
-        return reward, np.ascontiguousarray(obs["rgb"].transpose(0, 3, 1, 2)), first
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
@@ -173,33 +167,45 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         return self.stacked(), {}
 
     def step(self, actions):
-        self.env.act(actions)
-        reward, frame, first = self.observe()
+        frame, reward, terminated, truncated, _ = self.pool.step(actions)
+        done = terminated | truncated
+        if done.any():
+            # EnvPool would reset in the next step and ignore that step's action.
+            frame[done], _ = self.pool.reset(np.flatnonzero(done))
         self.frames = [*self.frames[1:], frame]
-        if first.any():
-            new = first[:, None, None, None]
+        if done.any():
+            new = done[:, None, None, None]
             self.frames = [np.where(new, frame, old) for old in self.frames]
-        return self.stacked(), reward, first, np.zeros_like(first), {}
+        return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
-        self.env.close()
+        self.pool.close()
 
 
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
-    """Procgen as args say. `stream` names its random numbers; that of "test" plays all levels."""
-    if args.env_id not in GAMES:  # a run on an environment of one's own has another name
-        raise UsageError(f"--env-id {args.env_id}: not one of {', '.join(GAMES)}")
-    envs = ProcgenEnvs(
-        STACKS[args.stack],
-        num_envs,
-        env_name=args.env_id,
-        distribution_mode=args.distribution_mode,
+    """Create Procgen environments as specified by args.
+
+    `stream` seeds the environments; "test" uses all levels, any other name the training levels.
+    """
+    if args.env_id not in GAMES:
+        close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
+        raise UsageError(f"--env-id {args.env_id}: no such game; did you mean {', '.join(close)}?")
+    with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
+        import envpool
+    # One seed per environment, drawn as in the procgen package: ProcgenGym3Env(rand_seed=...)
+    random = np.random.RandomState(stream_seed(args.seed, stream))
+    seeds = random.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)
+    pool = envpool.make(
+        f"{args.env_id.title()}{args.distribution_mode.title()}-v0",
+        env_type="gymnasium",
+        num_envs=num_envs,
+        num_threads=args.threads or available_cores(),
+        env_seed=seeds.tolist(),
         num_levels=0 if stream == "test" else args.num_levels,
         start_level=0 if stream == "test" else args.start_level,
-        rand_seed=stream_seed(args.seed, stream),
-        num_threads=args.env_threads or CORES,
     )
-    return RecordEpisodeStatistics(envs)  # puts what a game that ends reached into info["episode"]
+    envs = ProcgenEnvs(pool, num_envs, STACKS[args.stack])
+    return RecordEpisodeStatistics(envs)
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -225,6 +231,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
+        self.bf16 = args.precision == "bf16"
         self.pool = args.pool
         self.input_shift = args.input_shift
         self.convs = nn.ModuleList()
@@ -249,7 +256,7 @@ class Agent(nn.Module):
 
     def features(self, x):
         for conv, blocks in zip(self.convs, self.blocks, strict=True):
-            # ceil_mode without padding is TensorFlow's SAME pooling of even sizes: it pads the end.
+            # ceil_mode pads at the end only: TensorFlow's SAME pooling for even sizes
             x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
             x = blocks(x)
         if self.pool == "avg":
@@ -257,12 +264,14 @@ class Agent(nn.Module):
         return F.relu(x.flatten(1))  # the ReLU after the average, as in the entry
 
     def forward(self, obs):
-        # Reordered while still bytes: a quarter of the traffic. sub_ and div_ reuse the floats.
+        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
+        # place, to avoid a second float copy.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
-        x = F.relu(self.hidden(self.features(x)))
-        with torch.autocast(x.device.type, enabled=False):  # bf16 near 30 has steps of 1/8
-            return self.policy(x.float()), self.value(x.float()).squeeze(-1)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            x = F.relu(self.hidden(self.features(x)))
+        x = x.float()  # heads in fp32: bf16 rounds a value of about 30 to multiples of 1/8
+        return self.policy(x), self.value(x).squeeze(-1)
 
 
 # --- mathematics ---
@@ -270,15 +279,19 @@ class Agent(nn.Module):
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    try:
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    except RuntimeError as error:
+        raise FloatingPointError(f"cannot sample actions: {error}") from error
 
 
-def gae(reward, value, done, gamma: float, lam: float):
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
+def gae(reward, value, terminated, done, gamma: float, lam: float):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, done: (T, N), of the step taken in row t; value: (T + 1, N), of row t's observation.
+    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
+    observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
-    delta = reward + gamma * value[1:] * (1 - done) - value[:-1]
+    delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(reward)
     trace = torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
@@ -288,11 +301,14 @@ def gae(reward, value, done, gamma: float, lam: float):
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
-    """What the loss is made of, each (B,): logits (B, A) and value (B,) are the new ones.
+    """The loss's terms and statistics per row, each (B,); logits (B, A), value (B,): the new ones.
 
-    policy: negated clipped surrogate (PPO, eq. 7); value: the larger of the plain and the clipped
-    squared error; kl: exact KL(old || new); approx_kl: its sampled estimate r - 1 - log r.
+    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: the larger of the squared
+    errors of the new value and of the clipped one. train/kl: exact KL(old || new).
+    train/approx_kl: its sampled estimate r - 1 - log r.
     """
+    clip = clip or math.inf
+    vf_clip = vf_clip or math.inf
     logp = logits.log_softmax(-1)
     old_logp = rows["logits"].log_softmax(-1)
     log_ratio = (logp - old_logp).gather(-1, rows["action"][:, None]).squeeze(-1)
@@ -303,17 +319,17 @@ def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
     value_error = (value - rows["target"]) ** 2
     clipped_value_error = (clipped_value - rows["target"]) ** 2
     return {
-        "policy": -torch.min(surrogate, clipped_surrogate),
-        "value": torch.max(value_error, clipped_value_error),
-        "entropy": -(logp.exp() * logp).sum(-1),
-        "kl": (old_logp.exp() * (old_logp - logp)).sum(-1),
-        "approx_kl": ratio - 1 - log_ratio,
-        "clip_frac": ((ratio - 1).abs() > clip).float(),
+        "loss/policy": -torch.min(surrogate, clipped_surrogate),
+        "loss/value": torch.max(value_error, clipped_value_error),
+        "loss/entropy": -(logp.exp() * logp).sum(-1),
+        "train/kl": (old_logp.exp() * (old_logp - logp)).sum(-1),
+        "train/approx_kl": ratio - 1 - log_ratio,
+        "train/clip_frac": ((ratio - 1).abs() > clip).float(),
     }
 
 
 def next_kl_coef(coef: float, kl: float, target: float) -> float:
-    """RLlib's rule for a KL of more than twice the target, or less than half of it."""
+    """RLlib's rule: a larger weight above twice the target, a smaller one below half of it."""
     if kl > 2 * target:
         return coef * 1.5
     if kl < target / 2:
@@ -322,118 +338,151 @@ def next_kl_coef(coef: float, kl: float, target: float) -> float:
 
 
 def standardize(x):
-    """Zero mean and unit variance over all rows, of all ranks; RLlib's floor of the deviation."""
-    count = x.numel() * WORLD
-    x = x - sum_over_ranks(x.sum()) / count
-    variance = sum_over_ranks(x.square().sum()) / count
+    """Zero mean and unit variance over all rows of all ranks; std at least 1e-4, as in RLlib."""
+    x = x - mean_over_ranks(x.mean())
+    variance = mean_over_ranks(x.square().mean())
     return x / variance.sqrt().clamp(min=1e-4)
 
 
 def explained_variance(value, target) -> float | None:
-    """1 - Var(target - value) / Var(target); None where targets do not vary."""
+    """1 - Var(target - value) / Var(target); None if targets do not vary."""
     variance = target.var()
     return 1 - ((target - value).var() / variance).item() if variance > 0 else None
 
 
 def schedule(step: int, knots: tuple[float, ...]) -> float:
-    """One number, or step, value, step, value, ...: linear between them, constant outside."""
+    """A number, or step value step value ...: linear in between, constant outside."""
     if len(knots) == 1:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
-    if not steps or len(steps) != len(values) or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef: one number, or rising steps and values; not {knots}")
+    if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
+        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
     return float(np.interp(step, steps, values))
 
 
 class RewardNormalizer:
-    """Rewards over the running deviation of their discounted returns, clipped to +-10.
+    """Divides rewards by the running std of discounted returns, then clips to +-10.
 
-    VecNormalize of OpenAI's baselines. Only divided: centring would change what is optimal.
+    As VecNormalize of OpenAI's baselines. Rewards are not centred: that would change the optimum.
     """
 
     def __init__(self, gamma: float, num_envs: int):
         self.gamma = gamma
-        self.returns = np.zeros(num_envs)
+        self.returns = torch.zeros(num_envs, dtype=torch.float64)
         self.sums = torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64)  # of 1, x and x^2
+        self.skip = 0  # steps that stay out of the sums
 
     def __call__(self, reward, done):
+        """reward, done: (N,) -> (N,)."""
         self.returns = self.gamma * self.returns + reward
-        new = [len(reward), self.returns.sum(), np.square(self.returns).sum()]
-        self.sums += sum_over_ranks(torch.tensor(new, dtype=torch.float64))
-        self.returns[done] = 0
+        new = torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
+        if self.skip > 0:
+            self.skip -= 1
+            new = torch.zeros(3, dtype=torch.float64)
+        self.sums += WORLD * mean_over_ranks(new)
+        self.returns *= 1 - done
         count, total, squares = self.sums.tolist()
         variance = squares / count - (total / count) ** 2
-        return np.clip(reward / np.sqrt(variance + 1e-8), -10, 10)
+        return (reward.double() / (variance + 1e-8) ** 0.5).clamp(-10, 10)
+
+    def state(self) -> dict:
+        return {"sums": self.sums, "returns": self.returns, "skip": self.skip}
+
+    def restore(self, sums, returns, skip: int):
+        """Continue a run. The returns of other environments first have to build up."""
+        self.sums = sums
+        if RANK == 0 and len(returns) == len(self.returns):
+            self.returns = returns
+            self.skip = skip
+        elif self.gamma < 1:
+            self.skip = math.ceil(5 / (1 - self.gamma))
 
 
 # --- training ---
 
 
-def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
-    """Train; returns the last metrics, "agent", "run" (the folder), "eval" (eval.json's, if made).
+def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: Args) -> dict:
+    """Train on a rollout for several epochs -> means over all minibatches (train/kl: last epoch).
 
-    envs: a VectorEnv with same-step autoreset, uint8 (C, H, W) observations, discrete actions. It
-    is not seeded, evaluated or closed; its truncations count as ends. None = Procgen as args say.
-    Raises UsageError, OSError, FloatingPointError (a loss is not finite), KeyboardInterrupt.
+    batch: columns of T * N rows: obs, action, logits, value, advantage, target.
     """
-    check(args)
+    device = batch["obs"].device
+    num_rows = len(batch["obs"])
+    num_minibatches = num_rows // args.minibatch_size
+    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
+    sums = defaultdict(float)
+    for epoch in range(args.update_epochs):
+        if epoch == 0 or args.reshuffle:
+            permutation = torch.randperm(num_rows, device=device)
+            minibatches = permutation.split(args.minibatch_size)  # a shorter last one is unused
+        last_epoch_kl = 0.0
+        for m in torch.randperm(num_minibatches).tolist():
+            minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
+            if args.norm_adv == "minibatch":
+                minibatch["advantage"] = standardize(minibatch["advantage"])
+            optimizer.zero_grad()
+            for start in range(0, args.minibatch_size, micro_batch):
+                rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
+                logits, value = agent(rows["obs"])
+                terms = ppo_terms(logits, value, rows, args.clip, args.vf_clip)
+                # Contributions to the minibatch's means; backward adds their gradients up.
+                parts = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
+                loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
+                loss += kl_coef * parts["train/kl"] - ent_coef * parts["loss/entropy"]
+                loss.backward()
+                for name, part in parts.items():
+                    sums[name] += part.detach()
+                last_epoch_kl += parts["train/kl"].detach()
+            for parameter in agent.parameters():
+                parameter.grad = mean_over_ranks(parameter.grad)
+            limit = args.max_grad_norm or math.inf  # inf: only measures the norm
+            sums["train/grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
+            optimizer.step()
+    num_updates = args.update_epochs * num_minibatches
+    means = {name: mean_over_ranks(x / num_updates).item() for name, x in sums.items()}
+    means["train/kl"] = mean_over_ranks(last_epoch_kl / num_minibatches).item()  # as RLlib adapts
+    return means
+
+
+def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
+    """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
+
+    make_envs(args, num_envs, stream): returns any VectorEnv with same-step autoreset, uint8
+    (C, H, W) observations and Discrete actions; its truncations count as ends.
+    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    """
+    args, saved = prepare(args, saved)
     device = set_up(args)
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
-    total = args.total_timesteps // batch_size * batch_size
-    saved = load_checkpoint(args.resume) if args.resume else {"step": 0}
     step = saved["step"]
-    # A run resumed at a later step and another rank play other games and draw other actions.
+    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
     stream = f"training from {step} of rank {RANK}"
-    own_envs = envs is None
-    if own_envs:
-        envs = make_envs(args, N, stream)
-    else:
-        args = replace(args, env_id=type(envs.unwrapped).__name__)
-        envs = RecordEpisodeStatistics(envs)
-    if envs.num_envs != N or envs.metadata.get("autoreset_mode") != AutoresetMode.SAME_STEP:
-        raise UsageError(f"--num-envs {N}: needs {N} environments, same-step autoreset; not {envs}")
-    space = envs.single_observation_space
-    obs_shape = space.shape
-    if space.dtype != np.uint8 or len(obs_shape) != 3 or obs_shape[0] > obs_shape[2]:
-        raise UsageError(f"observations {space}: must be uint8 (C, H, W)")
+    envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
+    obs, _ = envs.reset()
+    check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
+    obs_shape = obs.shape[1:]
     num_actions = envs.single_action_space.n
 
-    torch.manual_seed(args.seed)  # equal first weights on all ranks
+    torch.manual_seed(args.seed)
     agent = Agent(obs_shape, num_actions, args).to(device)
-    network = torch.compile(agent) if args.compile else agent
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     normalizer = RewardNormalizer(args.norm_reward, N)
     kl_coef = args.kl_coef
-    best = -np.inf
+    best = saved["best"]
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
-        normalizer.sums = saved["normalizer"]
-        if args.kl_coef and saved["kl_coef"]:  # --kl-coef given now only turns it on or off
+        normalizer.restore(**saved["normalizer"])
+        if args.kl_coef and saved["kl_coef"]:  # otherwise --kl-coef was turned on or off
             kl_coef = saved["kl_coef"]
-        if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
-            best = load_checkpoint(args.resume, "best.pt")["best"]
+    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+    compare_ranks(asdict(args) | local, step)
+    if args.compile:
+        agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and minibatches
-    micro_batch = args.micro_batch or (64 if device.type == "cpu" else args.minibatch_size)
-    num_minibatches = T * N // args.minibatch_size
-    recent = deque(maxlen=100)  # returns of the last games
-
-    def forward(obs):
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            return network(obs)
-
-    def save(name: str):
-        state = {
-            "step": step,
-            "best": best,
-            "agent": agent.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "kl_coef": kl_coef,
-            "normalizer": normalizer.sums,
-        }
-        logger.save(name, state)
 
     # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, done_{t+1})
     rollout = {
@@ -445,199 +494,275 @@ def train(args: Args, envs: gym.vector.VectorEnv | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     dones = torch.zeros(T, N)
 
-    logger = Logger(args, device, step, total)
-    last_save = time.monotonic()
+    def save(name: str):
+        with torch.no_grad():
+            outputs = agent(torch.from_numpy(obs).to(device))
+        state = {
+            "step": step,
+            "iteration": iteration,
+            "best": best,
+            "agent": agent.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "normalizer": normalizer.state(),
+            "kl_coef": kl_coef,
+        }
+        run.save(name, state, outputs)
+
+    run = Run(args, device, step, batch_size)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
     metrics = {}
     try:
-        obs, _ = envs.reset()
-        while step < total:
-            logger.mark = time.perf_counter()  # the clock anew: saving and evaluating do not count
+        if not args.resume:
+            save("checkpoint.pt")
+        while step + batch_size <= args.total_timesteps:
             # Rollout
-            returns, lengths = [], []  # of the games that end
+            start = time.perf_counter()
+            env_s = 0.0
+            returns, lengths = [], []  # of the episodes that end
             for t in range(T):
                 rollout["obs"][t] = torch.from_numpy(obs)
                 with torch.no_grad():
-                    logits, value = forward(rollout["obs"][t])
+                    logits, value = agent(rollout["obs"][t])
                 action = sample(logits)
                 rollout["logits"][t] = logits
                 rollout["value"][t] = value
                 rollout["action"][t] = action
                 action = action.cpu().numpy()
-                logger.lap("policy")
+                before = time.perf_counter()
                 obs, reward, terminated, truncated, info = envs.step(action)
-                done = terminated | truncated
-                if "episode" in info:
-                    returns += info["episode"]["r"][info["_episode"]].tolist()
-                    lengths += info["episode"]["l"][info["_episode"]].tolist()
+                env_s += time.perf_counter() - before
+                rewards[t] = torch.as_tensor(reward)
+                dones[t] = torch.as_tensor((terminated | truncated).astype(bool))
+                _, ended_returns, ended_lengths = ended_episodes(info)
+                returns += ended_returns
+                lengths += ended_lengths
                 if args.norm_reward:
-                    reward = normalizer(reward, done)
-                rewards[t] = torch.from_numpy(reward)
-                dones[t] = torch.from_numpy(done)
-                logger.lap("env", N * WORLD)
+                    rewards[t] = normalizer(rewards[t], dones[t])
+                run.bar.update(N * WORLD)
 
-            # Targets
+            # Advantages. As in Procgen's reference results, a time limit counts as a termination.
             with torch.no_grad():
-                _, next_value = forward(torch.from_numpy(obs).to(device))
-            values = torch.cat([rollout["value"], next_value[None]]).cpu()
-            advantages = gae(rewards, values, dones, args.gamma, args.gae_lambda)
+                _, last_value = agent(torch.from_numpy(obs).to(device))
+            values = torch.cat([rollout["value"], last_value[None]]).cpu()
+            advantages = gae(rewards, values, dones, dones, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
             explained = explained_variance(values[:T], targets)
             if args.norm_adv == "rollout":
                 advantages = standardize(advantages)
             columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
-            logger.lap("policy")
+            acted = time.perf_counter()
 
-            # Update
+            # Learning
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            sums = defaultdict(float)  # of the minibatches' means
-            for epoch in range(args.update_epochs):
-                if epoch == 0 or args.reshuffle:
-                    permutation = torch.randperm(T * N, device=device)
-                    minibatches = permutation.split(args.minibatch_size)  # a shorter last is unused
-                last_epoch_kl = 0.0
-                for m in torch.randperm(num_minibatches).tolist():
-                    minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
-                    if args.norm_adv == "minibatch":
-                        minibatch["advantage"] = standardize(minibatch["advantage"])
-                    optimizer.zero_grad()
-                    for start in range(0, args.minibatch_size, micro_batch):
-                        piece = slice(start, start + micro_batch)
-                        rows = {name: column[piece] for name, column in minibatch.items()}
-                        terms = ppo_terms(*forward(rows["obs"]), rows, args.clip, args.vf_clip)
-                        # This piece's shares of the minibatch's means; backward adds gradients up.
-                        shares = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
-                        loss = shares["policy"] + args.vf_coef * shares["value"]
-                        loss += kl_coef * shares["kl"] - ent_coef * shares["entropy"]
-                        loss.backward()
-                        for name, share in shares.items():
-                            sums[name] += share.detach()
-                        last_epoch_kl += shares["kl"].detach()
-                    for parameter in agent.parameters():
-                        parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-                    limit = args.max_grad_norm or np.inf  # inf: only measures the norm
-                    sums["grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
-                    optimizer.step()
-
-            # Metrics: with torchrun the losses are all ranks', the rest rank 0's
-            divisor = args.update_epochs * num_minibatches * WORLD  # a mean over all minibatches
-            means = {name: sum_over_ranks(x).item() / divisor for name, x in sums.items()}
-            last_kl = sum_over_ranks(last_epoch_kl).item() / (num_minibatches * WORLD)
-            logger.lap("learn")
-            if not np.isfinite(sum(means.values())):
+            means = learn(agent, optimizer, batch, kl_coef, ent_coef, args)
+            if not np.isfinite(list(means.values())).all():
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
+            learned = time.perf_counter()
+
+            # Metrics: losses are means over ranks, the rest is of rank 0
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
-                "iteration": next_step // batch_size,
+                "iteration": iteration + 1,
                 "episode/return": np.mean(returns) if returns else None,
                 "episode/length": np.mean(lengths) if lengths else None,
                 "episode/count": len(returns),
                 "eval/return_train": None,
                 "eval/return_test": None,
-                "loss/policy": means["policy"],
-                "loss/value": means["value"],
-                "loss/entropy": means["entropy"],
-                "train/kl": last_kl,  # of the last epoch, to which RLlib adapts
+                **means,
                 "train/kl_coef": kl_coef,
-                "train/approx_kl": means["approx_kl"],
-                "train/clip_frac": means["clip_frac"],
                 "train/explained_variance": explained,
-                "train/grad_norm": means["grad_norm"],
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
+                "time/sps": batch_size / (learned - start),
+                "time/env_s": env_s,
+                "time/policy_s": acted - start - env_s,
+                "time/learn_s": learned - acted,
             }
             due = args.eval_every and next_step // args.eval_every > step // args.eval_every
-            if due and own_envs and RANK == 0:
-                for split, result in evaluate(agent, args).items():
+            if due and RANK == 0:
+                for split, result in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = result["mean"]
-            metrics = logger.log(metrics)
-            kl_coef = next_kl_coef(kl_coef, last_kl, args.kl_target)
+            run.log(metrics)
             step = next_step
+            iteration += 1
+            kl_coef = next_kl_coef(kl_coef, means["train/kl"], args.kl_target)
             recent.extend(returns)
             if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
-            if time.monotonic() - last_save >= args.checkpoint_every or step >= total:
+            is_last = step + batch_size > args.total_timesteps
+            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 save("checkpoint.pt")
-                last_save = time.monotonic()
-    except FloatingPointError:
-        raise  # these weights are not worth saving
-    except BaseException:  # Ctrl-C, SIGTERM or a failure
-        # What a half-done iteration has learned is kept, its steps do not count.
+        result = metrics | {"step": step, "agent": agent, "run": str(run.folder)}
+        if args.eval_episodes and RANK == 0:
+            run.say(f"trained to step {step:,}, evaluating")
+            result["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
+            run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
+        return result
+    except KeyboardInterrupt:
+        # Keeps the weights of the unfinished iteration but not its step count.
         save("checkpoint.pt")
-        logger.say(f"stopped, saved at step {step:,}: --resume {logger.folder}", sys.stderr)
+        run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
     finally:
-        logger.bar.close()
-
-    result = metrics | {"step": step, "agent": agent, "run": str(logger.folder)}
-    if own_envs and args.eval_episodes and RANK == 0:
-        logger.say(f"trained to step {step:,}, evaluating; again: --resume {logger.folder}")
-        result["eval"] = {"step": step, "splits": evaluate(agent, args)}
-        (logger.folder / "eval.json").write_text(json.dumps(result["eval"], indent=1))
-    return result
+        run.close()
+        envs.close()
 
 
 # --- evaluation ---
 
 
-def evaluate(agent: Agent, args: Args) -> dict:
-    """Play args.eval_episodes games or some more -> {split: {mean, stderr, returns, lengths}}.
+def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
+    """Play at least args.eval_episodes episodes -> {split: {mean, stderr, returns, lengths}}.
 
-    Every evaluation of a run plays from the same seeds: two of them differ by the agent only.
+    Every evaluation uses the same seeds, so two evaluations differ only in the agent.
     """
     splits = {}
-    games = math.ceil(args.eval_episodes / 64)  # per environment, of which there are at most 64
+    per_env = math.ceil(args.eval_episodes / 64)  # episodes in each of at most 64 environments
     for split in ["train", "test"] if args.num_levels else ["test"]:
-        envs = make_envs(args, math.ceil(args.eval_episodes / games), split)
+        envs = make_envs(args, math.ceil(args.eval_episodes / per_env), split)
         seed = stream_seed(args.seed, f"{split} actions")
-        returns, lengths = play(agent, envs, games, seed)
+        returns, lengths = play(agent, envs, per_env, seed)
         envs.close()
         mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one game
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        spread = f"+- {stderr:.2f} (standard error, {len(returns)} games)"
+        spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
         tqdm.write(f"{split}: return {mean:.2f} {spread}")
     return splits
 
 
 @torch.no_grad()
-def play(agent, envs, games: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play `games` whole games in each of envs, which report episodes -> returns, lengths.
+def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
+    """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first to finish would favour short games.
+    A fixed number per environment: counting the first ones to finish would favour short episodes.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")
     played = np.zeros(envs.num_envs, int)
     returns, lengths = [], []
     obs, _ = envs.reset()
-    while played.min() < games:
+    while played.min() < episodes:
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        if "episode" in info:
-            counted = info["_episode"] & (played < games)
-            returns += info["episode"]["r"][counted].tolist()
-            lengths += info["episode"]["l"][counted].tolist()
-            played += info["_episode"]
+        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+            if played[env] < episodes:
+                returns.append(episode_return)
+                lengths.append(length)
+            played[env] += 1
     return returns, lengths
 
 
-# --- plumbing, the same text in all five scripts of this project ---
+# --- plumbing, the same text in all five scripts ---
 
 SCRIPT = Path(__file__).stem
 
 
 class UsageError(ValueError):
-    """What the user can mend: `main` prints one line and returns 2."""
+    """A mistake the user can fix: `main` prints it in one line and returns 2."""
+
+
+def plain(name: str, value, kind):
+    """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
+    value = value.item() if isinstance(value, np.generic) else value
+    choices = get_args(kind)
+    low = 1 if name in AT_LEAST_1.split() else 0
+    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    if get_origin(kind) is Literal and value in choices:
+        return choices[choices.index(value)]
+    if get_origin(kind) is tuple:
+        return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
+    if kind is str or kind is bool and value in (False, True):
+        return kind(value)
+    if kind in (int, float) and isinstance(value, int | float):
+        if low <= value <= high and kind(value) == value:
+            return kind(value)
+    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
+    wanted = choices or f"{kind.__name__}, {limits}"
+    raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
+
+
+def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
+    """Check all flags -> plain args, and the checkpoint to start from."""
+    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+        saved = load_checkpoint(args.resume)
+        defaults = asdict(Args())
+        given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
+        args = Args(**(saved["args"] | given))
+    kinds = get_type_hints(Args)
+    args = Args(**{name: plain(name, x, kinds[name]) for name, x in vars(args).items()})
+    if args.eval_every and not args.eval_episodes:
+        raise UsageError("--eval-every: needs --eval-episodes")
+    schedule(0, args.lr)  # raises UsageError
+    schedule(0, args.ent_coef)
+    check(args)
+    if not args.resume:
+        return args, {"step": 0, "iteration": 0, "best": -math.inf}
+    for name in FIXED.split():
+        old, new = saved["args"].get(name), getattr(args, name)
+        if new != old:
+            raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
+    if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
+        saved["best"] = load_checkpoint(args.resume, "best.pt")["best"]
+    return args, saved
+
+
+def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
+    """Load with weights_only=True, so that an untrusted file cannot execute code."""
+    try:
+        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
+        unknown = saved["args"].keys() - vars(Args()).keys()
+    except Exception as error:  # a damaged or foreign file can raise nearly anything
+        raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
+    if "iteration" not in saved:
+        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+    if unknown:
+        raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
+    return saved
+
+
+def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int):
+    """Raise UsageError for environments that the script cannot train on."""
+    mode = envs.metadata.get("autoreset_mode")
+    if envs.num_envs != num_envs or mode != autoreset:
+        given = f"{envs.num_envs} environments with {mode}"
+        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+    actions = envs.single_action_space
+    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
+        raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
+
+
+def ended_episodes(info: dict) -> tuple[list, list, list]:
+    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    key = "episode" if "episode" in info else "counted"
+    if key not in info:
+        return [], [], []
+    envs = np.flatnonzero(info[f"_{key}"])
+    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+
+
+def available_cores() -> int:
+    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def set_up(args: Args) -> torch.device:
-    """Choose and try out the device, set PyTorch's threads, meet the other ranks."""
+    """Choose and try the device, set PyTorch's threads, join the other ranks."""
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -648,155 +773,197 @@ def set_up(args: Args) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
-    torch.set_num_threads(args.torch_threads or (CORES if device.type == "cpu" else 1))
-    torch.set_float32_matmul_precision("high")  # TF32, which convolutions have by default
+    torch.set_num_threads(args.threads or (available_cores() if device.type == "cpu" else 1))
+    torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
     libc = ctypes.CDLL(None)
-    if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; an old glibc refuses so high a value
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: freed memory is kept, 6 % less CPU
+    libc.mallopt(-4, 0)  # M_MMAP_MAX and M_TRIM_THRESHOLD: keep freed memory;
+    libc.mallopt(-1, -1)  # otherwise CPU time rises by 9 %
     if WORLD > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
     return device
 
 
-def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's ranks; without torchrun x itself."""
+def mean_over_ranks(x):
+    """The mean of a tensor over torchrun's processes; without torchrun x itself."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
+        x /= WORLD
     return x
 
 
-def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
-    """What a run folder's checkpoint holds, loaded as data: a hostile file runs no code."""
+def compare_ranks(*values):
+    """Refuse to train ranks that were started with different flags or checkpoints."""
+    if WORLD > 1:
+        gathered = [None] * WORLD
+        dist.all_gather_object(gathered, values)
+        if gathered.count(values) != WORLD:
+            raise UsageError("the ranks were started with different flags or checkpoints")
+
+
+def make_folder(args: Args) -> Path:
+    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
+    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+    folder = Path(args.run_dir, args.run_name or name)
     try:
-        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
-        script, flags = saved["script"], saved["args"].keys()
-    except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise UsageError(f"--resume {run}: no readable {name}, {error!r}") from None
-    if script != SCRIPT or not flags <= vars(Args()).keys():
-        raise UsageError(f"--resume {run}: not made by this version of {SCRIPT}.py")
-    return saved
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
+    except OSError as error:
+        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
+    return folder
 
 
-class Logger:
-    """A run's folder and what is written to it (by rank 0), progress, clocks."""
+class Run:
+    """A run's folder, written by rank 0 only, and its progress on the terminal."""
 
-    def __init__(self, args: Args, device: torch.device, step: int, total: int):
-        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.resume or Path(args.run_dir, args.run_name or name))
+    def __init__(self, args: Args, device: torch.device, step: int, batch_size: int):
         self.args = args
-        self.start = step
-        self.step = step
-        self.table = None
-        self.laps = defaultdict(float)
-        self.mark = time.perf_counter()
-        if RANK == 0 and self.folder.exists() and not args.resume:
-            raise UsageError(f"--run-name: {self.folder} exists; --resume {self.folder} goes on")
-        hide = True if args.quiet or RANK > 0 else None  # None: hidden unless on a terminal
+        self.folder = None
+        self.last_save = time.monotonic()
+        total = step + max(0, args.total_timesteps - step) // batch_size * batch_size
+        hide = RANK > 0 or args.quiet or not (sys.stderr and sys.stderr.isatty())
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        git = f"git -C '{Path(__file__).parent}' describe --always --dirty 2>/dev/null"
-        cpu = "grep -m 1 'model name' /proc/cpuinfo | cut -d ' ' -f 3-"
-        config = {
+        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.table = open(self.folder / "metrics.csv", "ab+")
+        try:
+            fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--resume {args.resume}: another process is training it") from None
+        self.columns = self.cut_table(step)
+        config = self.folder / "config.json"
+        parts = json.loads(config.read_text()) if config.exists() else []
+        revision, cpu = "", None
+        with contextlib.suppress(OSError):  # without git
+            git = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
+            revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        with contextlib.suppress(OSError):
+            cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+        packages = [x for x in ("torch", "numpy", "gymnasium", "envpool") if x in sys.modules]
+        part = {
             "script": SCRIPT,
+            "step": step,
             "args": asdict(args),
-            "git": subprocess.getoutput(git),
-            "torch": torch.__version__,
-            "cpu": subprocess.getoutput(cpu),
+            "git": revision or None,
+            "python": platform.python_version(),
+            "packages": {name: sys.modules[name].__version__ for name in packages},
+            "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             "ranks": WORLD,
         }
-        (self.folder / "config.json").write_text(json.dumps(config, indent=1))
+        self.write("config.json", json.dumps([*parts, part], indent=1).encode())
         self.tensorboard = SummaryWriter(self.folder, purge_step=step + 1)
-        threads = f"{torch.get_num_threads()} torch and {args.env_threads or CORES} env threads"
-        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, {threads}")
+        threads = args.threads or available_cores()
+        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
+
+    def cut_table(self, step: int) -> list[str]:
+        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        self.table.seek(0)
+        lines = self.table.read().splitlines(keepends=True)
+        for line in lines[:0:-1]:  # from the end to the first row after the header
+            row = re.fullmatch(rb"(\d+),.*\n", line)
+            if row and int(row[1]) <= step:
+                break
+            lines.pop()
+        self.table.truncate(sum(map(len, lines)))
+        return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             print(end="", file=stream, flush=True)  # a log file has it at once
 
-    def lap(self, phase: str, steps: int = 0):
-        """Book the time since the last lap under time/<phase>_s; move the bar by `steps`."""
-        now = time.perf_counter()
-        self.laps[f"time/{phase}_s"] += now - self.mark
-        self.mark = now
-        self.bar.update(steps)
-
-    def log(self, metrics: dict) -> dict:
-        """Add steps a second and the clocks, and write a row; None is an empty cell."""
-        sps = (metrics["step"] - self.step) / sum(self.laps.values())
-        metrics = metrics | {"time/sps": sps} | dict(self.laps)
-        self.step = metrics["step"]
-        self.laps.clear()
-        score = "-" if metrics["episode/return"] is None else f"{metrics['episode/return']:.2f}"
-        self.bar.set_postfix_str(f"return {score}")
-        if self.bar.disable:
-            left = (self.bar.total - self.step) / sps / 60
-            self.say(f"step {self.step:,}  return {score}  {sps:,.0f} steps/s  {left:.0f} min left")
-        if RANK == 0:
-            self.write(metrics)
-        return metrics
-
-    def write(self, metrics: dict):
-        if self.table is None:  # the first row; drop an old half row and rows after the checkpoint
-            path = self.folder / "metrics.csv"
-            lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= self.start]
-            columns = dict.fromkeys([*(rows[0] if rows else []), *metrics])
-            file = open(self.folder / "metrics.csv.tmp", "w", buffering=1)
-            self.table = csv.DictWriter(file, columns, lineterminator="\n")
-            self.table.writeheader()
-            self.table.writerows(rows)
-            os.replace(file.name, path)  # `file` stays open under its new name
-        cells = {name: f"{x:.6g}" if isinstance(x, float) else x for name, x in metrics.items()}
-        self.table.writerow(cells)
+    def log(self, metrics: dict):
+        """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
+        step, sps, score = metrics["step"], metrics["time/sps"], metrics["episode/return"]
+        score = "return -" if score is None else f"return {score:.2f}"
+        self.bar.set_postfix_str(score)
+        if self.bar.disable or not sys.stdout.isatty():
+            left = (self.bar.total - step) / sps / 60
+            self.say(f"step {step:,}  {score}  {sps:,.0f} steps/s  {left:.0f} min left")
+        if RANK > 0:
+            return
+        if not self.columns:
+            self.columns = list(metrics)
+            self.table.write((",".join(self.columns) + "\n").encode())
+        cells = [metrics.get(name) for name in self.columns]
+        cells = [f"{x:.6g}" if isinstance(x, float) else "" if x is None else str(x) for x in cells]
+        self.table.write((",".join(cells) + "\n").encode())
+        self.table.flush()
         for name, value in metrics.items():
             if value is not None:
-                self.tensorboard.add_scalar(name, value, self.step)
+                self.tensorboard.add_scalar(name, value, step)
         self.tensorboard.flush()
 
-    def save(self, name: str, state: dict):
+    def write(self, name: str, data: bytes):
         """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        if not self.folder.exists():
+            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.folder.mkdir(parents=True)
+        temporary = self.folder / f"{name}.tmp"
+        temporary.write_bytes(data)
+        os.replace(temporary, self.folder / name)
+
+    def save(self, name: str, state: dict, outputs):
+        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        if name == "checkpoint.pt":
+            self.last_save = time.monotonic()
+        if RANK > 0:
+            return
+        parts = [part.values() for part in state.values() if isinstance(part, dict)]
+        tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+        if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
+            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+        state |= {"script": SCRIPT, "args": asdict(self.args) | {"resume": ""}}
+        buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError
+        torch.save(state, buffer)
+        self.write(name, buffer.getbuffer())
+
+    def close(self):
+        self.bar.close()
         if RANK == 0:
-            state["script"] = SCRIPT
-            state["args"] = asdict(self.args)
-            buffer = io.BytesIO()  # for torch.save makes a RuntimeError of a full disk
-            torch.save(state, buffer)
-            (self.folder / "tmp.pt").write_bytes(buffer.getbuffer())
-            os.replace(self.folder / "tmp.pt", self.folder / name)
+            self.tensorboard.close()
+            self.table.close()
 
 
-def stop(number, frame):
-    """Only the first signal counts, and none while an error is handled: then `train` is saving."""
-    if sys.exception() is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
+def interrupt(number, frame):
+    """Stop on the first signal; ignore later ones while `train` is saving."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
-def main(argv=None) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C or SIGTERM."""
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # None where the caller has closed it
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+def main(argv=None, make_envs=make_envs) -> int:
+    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
-        args = tyro.cli(Args, args=argv, description=__doc__.split("\n\n")[0])
-        if args.resume:  # parse again, on top of the run's own flags
-            defaults = Args(**load_checkpoint(args.resume)["args"])
-            args = tyro.cli(Args, args=argv, default=defaults)
-        train(args)
+        saved = None
+        args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])
+        if args.resume:  # parse again, on top of the run's flags
+            saved = load_checkpoint(args.resume)
+            args = tyro.cli(Args, args=argv, default=Args(**saved["args"]))
+        train(args, make_envs, saved)
         if WORLD > 1:
             dist.destroy_process_group()
+        return 0
     except KeyboardInterrupt:
         return 130
-    except (UsageError, OSError, FloatingPointError, ImportError) as error:
+    except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

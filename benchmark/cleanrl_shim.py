@@ -1,15 +1,16 @@
 """Runs CleanRL's own ppo_procgen.py, ppo_atari_envpool.py or ppo_rnd_envpool.py with the packages of requirements.txt.
 
-Those files are written for gym 0.23: `reset` returns observations only, `step` four values, and gym.wrappers take
-vector environments. Their text runs as it is. The installed gym is made to say that it is that version, by which
-EnvPool chooses what its environments return, and gets the four old wrappers, which do here what they did there. Their
-TensorBoard writer writes all that it is given, and tells the end of each iteration to a stopwatch.
+Those files are written for gym 0.23: `reset` returns observations only, `step` returns four values, and gym.wrappers
+take vector environments. Their text runs unchanged. The installed gym reports that version, by which EnvPool chooses
+what its environments return, and gets the four old wrappers. `procgen.ProcgenEnv` is EnvPool's Procgen, the same C++
+sources, as in ppo_procgen.py. Their TensorBoard writer tells the end of every iteration to a stopwatch.
 """
 
 import contextlib
 import os
 import runpy
 import sys
+import types
 from pathlib import Path
 
 import gym
@@ -75,13 +76,40 @@ class TransformReward(gym.Wrapper):
         return obs, self.function(reward), done, info
 
 
+class ProcgenEnv(gym.Env):
+    """The procgen package's vector environment, of EnvPool's Procgen."""
+
+    def __init__(self, num_envs, env_name, num_levels=0, start_level=0, distribution_mode="easy"):
+        import ppo_procgen
+
+        flags = dict(env_id=env_name, num_levels=num_levels, start_level=start_level, stack="none")
+        args = ppo_procgen.Args(**flags, distribution_mode=distribution_mode)
+        self.num_envs = num_envs
+        self.envs = ppo_procgen.make_envs(args, num_envs, "training").env  # without episode statistics
+        self.action_space = gym.spaces.Discrete(15)
+        self.observation_space = gym.spaces.Dict({"rgb": gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)})
+
+    def reset(self):
+        return {"rgb": self.envs.reset()[0].transpose(0, 2, 3, 1)}
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, _ = self.envs.step(actions)
+        return {"rgb": obs.transpose(0, 2, 3, 1)}, reward, terminated | truncated, [{}] * self.num_envs
+
+
 WRAPPERS = (TransformObservation, RecordEpisodeStatistics, NormalizeReward, TransformReward)
 
 
 def run(file: Path, flags: list[str], folder: str, end_of_iteration):
-    """Run a file in a folder, its output discarded; end_of_iteration(step) ends it by raising."""
+    """Run a file in a folder and discard its output; end_of_iteration(step) ends it by raising."""
+
+    writers = []
 
     class Writer(tensorboard.SummaryWriter):
+        def __init__(self, *rest, **options):
+            super().__init__(*rest, **options)
+            writers.append(self)
+
         def add_scalar(self, tag, value, step):
             super().add_scalar(tag, value, step)
             if tag == "charts/SPS":  # the last line of an iteration
@@ -92,7 +120,12 @@ def run(file: Path, flags: list[str], folder: str, end_of_iteration):
     for wrapper in WRAPPERS:
         setattr(gym.wrappers, wrapper.__name__, wrapper)
     tensorboard.SummaryWriter = Writer
+    sys.modules["procgen"] = types.SimpleNamespace(ProcgenEnv=ProcgenEnv)
     sys.argv = [file.name, *flags]
     with open(os.devnull, "w") as nowhere, contextlib.chdir(folder):
-        with contextlib.redirect_stdout(nowhere):
-            runpy.run_path(str(file), run_name="__main__")
+        try:
+            with contextlib.redirect_stdout(nowhere):
+                runpy.run_path(str(file), run_name="__main__")
+        finally:  # their threads write to this folder
+            for writer in writers:
+                writer.close()

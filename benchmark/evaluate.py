@@ -1,18 +1,25 @@
-"""Play a stored run of any of the five scripts, or of a variant: returns of its splits, greedy play, a film.
+"""Play a stored run of one of the five scripts or of a variant: returns, greedy play, a film.
 
     python benchmark/evaluate.py runs/NAME --episodes 1000
     python benchmark/evaluate.py runs/NAME --checkpoint best.pt --greedy --split test --video film.mp4
 
-Script and args come from the run's config.json, games from the script's own `make_envs` and `play`: with as many
-episodes as in the run's own evaluation it plays the same games with the same random numbers. The run's folder is only
-read. A run of an older version is played with the defaults of the flags that it did not have yet. The film shows the
-first game of the first environment, of the first split that is played; it needs imageio and av (requirements-dev.txt).
+The run's config.json names the script, which is looked for in the root of the repository and in benchmark/variants
+(elsewhere: --script FILE). Environments and seeds are those of the script's own evaluation, so the same number of
+episodes gives the same returns. The run's folder is only read. Flags that are newer than the run have their defaults.
+A run of the first edition is played too, if its network has not changed. A warning tells when the script has changed.
+
+The film shows the first episode of the first environment, of the first split; it needs imageio and av
+(requirements-dev.txt). A run on environments of your own is played from Python: the script's `evaluate(agent, args,
+make_envs)`.
 """
 
 import argparse
 import importlib
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,8 +32,12 @@ VARIANTS = ROOT / "benchmark" / "variants"
 sys.path[:0] = [str(ROOT), str(VARIANTS)]
 
 
+class UsageError(ValueError):
+    """A mistake the user can fix: `main` prints it in one line and returns 2."""
+
+
 class Film(gym.vector.VectorWrapper):
-    """Keeps the newest frame, (H, W, channels), of each step of the first environment's first game."""
+    """Keeps the newest frame (H, W, channels) of every step of the first environment's first episode."""
 
     def __init__(self, envs, channels: int):
         super().__init__(envs)
@@ -47,85 +58,148 @@ class Film(gym.vector.VectorWrapper):
             self.over = True
         return obs, reward, terminated, truncated, info
 
+    def write(self, path: Path):
+        import imageio.v3 as imageio
 
-def load(run: Path, checkpoint: str):
-    """The script's module, the run's args as its Args, and what the checkpoint holds."""
+        frames = np.stack(self.frames).repeat(3 // self.channels, 3).repeat(4, 1).repeat(4, 2)
+        imageio.imwrite(path, frames, plugin="pyav", fps=15, codec="libx264")
+
+
+def check_options(options):
+    """Raise UsageError before anything is played."""
+    if options.episodes < 1:
+        raise UsageError(f"--episodes {options.episodes}: must be at least 1")
+    for path in filter(None, (options.video, options.out)):
+        folder = path.resolve().parent
+        if not os.access(folder, os.W_OK) or path.is_dir():
+            raise UsageError(f"{path}: must be a file in an existing folder")
+        if folder == options.run.resolve():
+            raise UsageError(f"{path}: must not be in the run's own folder")
+    if options.video and options.video.suffix != ".mp4":
+        raise UsageError(f"--video {options.video}: must end in .mp4")
+    if options.video:
+        try:
+            importlib.import_module("imageio.v3")
+            importlib.import_module("av")
+        except ImportError as error:
+            raise UsageError(f"--video: needs imageio and av (requirements-dev.txt), {error}") from None
+
+
+def parts_of(config) -> list[dict]:
+    """The parts of a config.json, one per start or resume; the first edition wrote a single one."""
+    return config if isinstance(config, list) else [config]
+
+
+def read_run(run: Path, checkpoint: str) -> tuple[dict, dict]:
+    """The last part of config.json, and the checkpoint."""
     try:
-        config = json.loads((run / "config.json").read_text())
-        name, flags = config["script"], config["args"]
+        part = parts_of(json.loads((run / "config.json").read_text()))[-1]
+        part["script"], part["args"]
         saved = torch.load(run / checkpoint, map_location="cpu", weights_only=True)
         saved["step"], saved["agent"]
-    except Exception as error:  # a damaged or foreign file raises nearly anything
-        raise ValueError(f"{run}: no readable config.json and {checkpoint}, {error!r}") from None
-    if not (ROOT / f"{name}.py").exists() and not (VARIANTS / f"{name}.py").exists():
-        raise ValueError(f"{run}: made by {name}.py, which is not here")
-    script = importlib.import_module(name)
-    script = getattr(script, "script", script)  # what a variant has imported and replaced parts of
+    except Exception as error:  # a damaged or foreign file can raise nearly anything
+        raise UsageError(f"{run}: no readable config.json and {checkpoint}, {error!r}") from None
+    return part, saved
+
+
+def load(name: str, file: Path | None):
+    """The module of a script, and the module that it changes if it is a variant (else the same)."""
+    if file:
+        sys.path.insert(0, str(file.resolve().parent))
+        name = file.stem
+    elif not any((folder / f"{name}.py").exists() for folder in (ROOT, VARIANTS)):
+        raise UsageError(f"made by {name}.py, which is not here: --script FILE")
+    module = importlib.import_module(name)
+    return module, getattr(module, "script", module)
+
+
+def args_of(script, flags: dict):
+    """The flags of a run -> the script's Args."""
+    flags = dict(flags)
+    if "torch_threads" in flags:  # the first edition
+        flags["threads"] = flags.pop("torch_threads")
+        del flags["env_threads"]
     unknown = flags.keys() - vars(script.Args()).keys()
     if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"{run}: made by another version of {name}.py, with flags that are gone: {names}")
-    if flags["env_id"] not in getattr(script, "GAMES", [flags["env_id"]]):  # procgen would abort
-        raise ValueError(f"{run}: of {flags['env_id']}, an environment of its own; {name}.play can play it")
-    flags = {key: tuple(value) if isinstance(value, list) else value for key, value in flags.items()}
-    return script, script.Args(**flags | {"device": "auto", "resume": ""}), saved
+        raise UsageError(f"config.json has flags that {script.SCRIPT}.py does not know: {', '.join(sorted(unknown))}")
+    args, _ = script.prepare(script.Args(**flags | {"device": "auto", "resume": ""}), None)
+    return args
 
 
-def evaluate(script, args, weights: dict, options) -> dict:
-    """{split: {mean, stderr, returns, lengths}}, each printed; the first one filmed."""
+def is_changed(revision: str | None, files: list[str]) -> bool:
+    """Whether files may differ from those of a revision; False without a revision or without git."""
+    known = (revision or "").removesuffix("-dirty")
+    if not re.fullmatch(r"\w[\w.-]*", known):
+        return False
+    try:
+        git = ["git", "-C", ROOT, "diff", "--quiet", known, "--", *files]
+        return revision != known or subprocess.run(git, capture_output=True).returncode != 0
+    except OSError:
+        return False
+
+
+def evaluate(module, script, args, weights: dict, options) -> tuple[dict, Film | None]:
+    """Play and print every split -> {split: {mean, stderr, returns, lengths}}, and the film of the first one."""
+    is_procgen = hasattr(args, "num_levels")
     splits = ["game"]
-    if hasattr(args, "num_levels"):
+    if is_procgen:
         splits = ["train", "test"] if args.num_levels else ["test"]
     if options.split not in (None, *splits):
-        raise ValueError(f"--split {options.split}: this run has {', '.join(splits)}")
+        raise UsageError(f"--split {options.split}: this run has {', '.join(splits)}")
     device = script.set_up(args)
-    games = math.ceil(options.episodes / 64)  # an environment, as in the script's own evaluation
-    results = {}
+    make_envs = getattr(module, "make_envs", script.make_envs)
+    per_env = math.ceil(options.episodes / 64)  # as in the script's own evaluation
+    results, film = {}, None
     for split in [options.split] if options.split else splits:
-        envs = script.make_envs(args, math.ceil(options.episodes / games), split)
-        if options.video and not results:
-            envs = film = Film(envs, 3 if hasattr(args, "num_levels") else 1)
+        envs = make_envs(args, math.ceil(options.episodes / per_env), split)
+        if options.video and not film:
+            envs = film = Film(envs, 3 if is_procgen else 1)
         agent = script.Agent(envs.single_observation_space.shape, envs.single_action_space.n, args).to(device)
-        agent.load_state_dict(weights)
+        try:
+            agent.load_state_dict(weights)
+        except RuntimeError as error:
+            raise UsageError(f"the checkpoint does not fit the flags of config.json: {error}") from None
         seed = script.stream_seed(args.seed, f"{split} actions")
-        returns, lengths = script.play(agent, envs, games, seed, options.greedy)
+        returns, lengths = script.play(agent, envs, per_env, seed, options.greedy)
         envs.close()
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
         results[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} +- {stderr:.2f} (standard error, {len(returns)} games)", flush=True)
-    if options.video:
-        import imageio.v3 as imageio
-
-        frames = np.stack(film.frames).repeat(3 // film.channels, 3).repeat(4, 1).repeat(4, 2)
-        imageio.imwrite(options.video, frames, plugin="pyav", fps=15, codec="libx264")
-    return results
+        print(f"{split}: return {mean:.2f} ± {stderr:.2f} (standard error, {len(returns)} episodes)", flush=True)
+    return results, film
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--checkpoint", default="checkpoint.pt", help="or best.pt")
-    parser.add_argument("--episodes", type=int, default=100, help="games a split, the same number an environment")
-    parser.add_argument("--greedy", action="store_true", help="the most probable action, not a drawn one")
-    parser.add_argument("--split", help="train or test (Procgen), game (Atari); all of them if not given")
-    parser.add_argument("--video", type=Path, help="film of the first game, such as film.mp4")
+    parser.add_argument("--episodes", type=int, default=100, help="episodes per split, the same number per environment")
+    parser.add_argument("--greedy", action="store_true", help="always take the most probable action")
+    parser.add_argument("--split", help="only train or test (Procgen); default: every split of the run")
+    parser.add_argument("--video", type=Path, help="film of the first episode to write, such as film.mp4")
     parser.add_argument("--out", type=Path, help="JSON file to write: {step, splits}, like the run's eval.json")
+    parser.add_argument("--script", type=Path, help="the script, if it is in no usual place")
     options = parser.parse_args(argv)
     try:
-        if options.episodes < 1:
-            raise ValueError(f"--episodes {options.episodes}: must be at least 1")
-        for path in (options.video, options.out):  # rather now than after the games
-            if path and (not path.absolute().parent.is_dir() or path.resolve().parent == options.run.resolve()):
-                raise ValueError(f"{path}: its folder must exist, and must not be the run's own")
-        script, args, saved = load(options.run, options.checkpoint)
+        check_options(options)
+        part, saved = read_run(options.run, options.checkpoint)
+        module, script = load(part["script"], options.script)
+        args = args_of(script, part["args"])
         print(f"{options.run}: {script.SCRIPT}.py, {args.env_id}, step {saved['step']:,}", flush=True)
-        results = evaluate(script, args, saved["agent"], options)
-        if options.out:
-            options.out.write_text(json.dumps({"step": saved["step"], "splits": results}, indent=1) + "\n")
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
-        print("evaluate.py:", " ".join(str(error).split())[:300], file=sys.stderr)
+        if is_changed(part.get("git"), sorted({module.__file__, script.__file__})):
+            print(
+                f"warning: {script.SCRIPT}.py may have changed since the run's revision, {part['git']}", file=sys.stderr
+            )
+        results, film = evaluate(module, script, args, saved["agent"], options)
+    except ValueError as error:
+        if type(error).__name__ != "UsageError":  # the script has its own class of that name
+            raise
+        print("evaluate.py:", " ".join(f"{options.run}: {error}".split())[:300], file=sys.stderr)
         return 2
+    if options.out:
+        options.out.write_text(json.dumps({"step": saved["step"], "splits": results}, indent=1) + "\n")
+    if film:
+        film.write(options.video)
     return 0
 
 

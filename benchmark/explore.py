@@ -3,18 +3,19 @@
     python benchmark/explore.py cells --steps 400000 --json cells.json -- --num-envs 16 --minibatch-size 512
     python benchmark/explore.py novelty --seeds 3 --json novelty.json
 
-cells: how far ppo_atari_rnd.py gets in Montezuma's Revenge, in distinct (room, x / 8, y / 8) cells the player has been
-in. What follows `--` goes to the script; compare with `--int-coef 0`. Rows of the file: agent steps of the rollouts,
-cells, rooms. The player's position is read from the console's RAM (bytes 42 and 43, the room in byte 3). Cells that
-random play saw in the warm-up count too, alike for both.
+cells: how far ppo_atari_rnd.py gets in Montezuma's Revenge, as the number of distinct cells (room, x / 8, y / 8) that
+the player has been in. What follows `--` goes to the script; compare with `--int-coef 0`. Rows of the file:
+environment steps of the rollouts, cells, rooms. The player's position is bytes 42 and 43 of the console's RAM, the
+room is byte 3. Cells that random play visits in the warm-up count as well, with and without a bonus.
 
-novelty: is what SND's predictor has not seen novel? Frames of Pitfall: random play on the first screen, cut where it
-leaves, is replayed to ppo_atari_snd.py as an environment, so that its own loop trains target and predictor on it. Then
-the bonus is taken on frames of that screen from games that were not replayed, and on the screens to its left and
-right. One mean a game, so that standard errors are over games. Standardised frames of another screen are novel even to
-networks that learned nothing, so the same ratio is taken with fresh ones, under the same statistics: learning is what
-lies between. Rows of the file: target, seed, both means with their errors, their ratio, how many errors apart they
-are, the ratio of untrained networks, and how far the bonus on the replayed frames has fallen since the first iteration.
+novelty: does SND's bonus grow on frames that its predictor has not seen? The frames are of Pitfall. Random play on the
+first screen, cut when the player leaves it, is replayed to ppo_atari_snd.py as an environment, so that its own loop
+trains target and predictor. Then the bonus is measured on episodes of that screen that were not replayed, and on the
+screens to its left and right. There is one mean per episode, so standard errors are over episodes.
+Standardized frames of another screen give a larger bonus even with untrained networks, so the same ratio is measured
+with untrained networks under the same statistics; the difference is due to learning.
+Rows of the file: seed, both means with their standard errors, their ratio, their distance in standard errors, the ratio
+of untrained networks, and by what factor the bonus on the replayed frames has fallen since the first iteration.
 """
 
 import argparse
@@ -37,14 +38,15 @@ import ppo_atari_snd  # noqa: E402
 
 
 def revision() -> str:
-    return subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty --abbrev=40")
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 # --- cells ---
 
 
 class Cells(gym.vector.VectorWrapper):
-    """Books the cells that any of the environments was in."""
+    """Records the cells that the player was in, in any of the environments."""
 
     def __init__(self, envs):
         super().__init__(envs)
@@ -58,43 +60,38 @@ class Cells(gym.vector.VectorWrapper):
 
 
 def cells(options, flags: list[str], command: str):
-    """Train, and write the file anew after each iteration."""
+    """Train; write the file after each iteration."""
     script = ppo_atari_rnd
-    make_envs, log = script.make_envs, script.Logger.log
+    log = script.Run.log
     made, rows = [], []
     found = {"command": command, "git": revision(), "rows": rows}
 
     def make_cells(*args):
-        made.append(Cells(make_envs(*args)))
+        made.append(Cells(script.make_envs(*args)))
         return made[-1]
 
-    def book(logger, metrics):
+    def record_row(run, metrics):
         reached = made[0].cells
         rows.append((metrics["step"], len(reached), len({cell[0] for cell in reached})))
         options.json.write_text(json.dumps(found) + "\n")
-        return log(logger, metrics)
+        log(run, metrics)
 
-    script.make_envs, script.Logger.log = make_cells, book
+    script.Run.log = record_row
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--eval-episodes", "0", "--seed", str(options.seed), "--checkpoint-every", "1e9"]
-        script.train(tyro.cli(script.Args, args=[*fixed, "--total-timesteps", str(options.steps), *flags]))
-    print(f"{rows[-1][1]} cells in {rows[-1][2]} rooms after {rows[-1][0]:,} steps; warm-up included")
+        args = tyro.cli(script.Args, args=[*fixed, "--total-timesteps", str(options.steps), *flags])
+        script.train(args, make_cells)
+    print(f"{rows[-1][1]} cells in {rows[-1][2]} rooms after {rows[-1][0]:,} steps, including the warm-up")
 
 
 # --- novelty ---
 
-STD = dict(target="std", snd_net="relu4", target_gain=0.5, predictor_gain=0.5, predictor_sum=True)
-VARIANTS = {  # the published settings; equal rows and steps for all
-    "v": dict(),
-    "std": dict(**STD, snd_preprocess="none", predictor_share=1),
-    "vic": dict(target="vic", snd_net="relu4", target_gain=0.5, snd_preprocess="none", predictor_share=1),
-}
-ROOM = 1  # where the RAM keeps the number of the screen
+ROOM = 1  # byte of the RAM with the number of the screen
 LEFT, RIGHT, JUMP_LEFT, JUMP_RIGHT = 4, 3, 12, 11
 
 
 class Replay(gym.vector.VectorEnv):
-    """Shows recorded games, whatever the actions, each to its last frame; next-step autoreset."""
+    """Replays recorded episodes, whatever the actions; next-step autoreset."""
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
@@ -119,7 +116,7 @@ class Replay(gym.vector.VectorEnv):
 
 
 def record(args, num_envs: int, steps: int, walk: bool, seed: int):
-    """Games of `num_envs` envs: random play on the first screen, or (walk) walking off it and what came then."""
+    """Record episodes: random play on the first screen or, with `walk`, what follows after walking off it."""
     envs, rng = ppo_atari_snd.make_envs(args, num_envs, "walking" if walk else "training"), np.random.default_rng(seed)
     obs, _ = envs.reset()
     room = envs.step(np.zeros(num_envs, int))[4]["ram"][:, ROOM]
@@ -138,50 +135,46 @@ def record(args, num_envs: int, steps: int, walk: bool, seed: int):
 
 
 def by_game(snd, games):
-    """Mean bonus of each game, its mean over games, its standard error."""
+    """Mean over episodes of their mean bonus, its standard error, number of episodes."""
     with torch.no_grad():
         means = [snd.errors(torch.from_numpy(game[:, -1:])).mean().item() for game in games]
     return float(np.mean(means)), float(np.std(means, ddof=1) / len(means) ** 0.5), len(means)
 
 
-def measure(variant: str, seed: int, iterations: int = 12, num_envs: int = 8, folder: str | None = None) -> dict:
-    """Train on the replay, then judge both kinds of frames."""
+def measure(seed: int, iterations: int = 12, num_envs: int = 8, folder: str | None = None) -> dict:
+    """Train on the replay, then measure the bonus on both kinds of frames."""
+    script = ppo_atari_snd
     with tempfile.TemporaryDirectory() as temporary:
-        args = ppo_atari_snd.Args(env_id="Pitfall", seed=seed, num_envs=num_envs, num_steps=64, minibatch_size=64)
+        args = script.Args(env_id="Pitfall", seed=seed, num_envs=num_envs, num_steps=64, minibatch_size=64)
         args.quiet, args.eval_episodes, args.warmup_steps, args.device = True, 0, 32, "cpu"
         args.run_dir = folder or temporary
         batch_size = args.num_envs * args.num_steps
-        args.run_name, args.total_timesteps = f"{variant}-{seed}", iterations * batch_size
-        for name, value in VARIANTS[variant].items():
-            setattr(args, name, value)
+        args.run_name, args.total_timesteps = f"snd-{seed}", iterations * batch_size
         seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
-        ppo_atari_snd.train(args, Replay(seen[: len(seen) // 2], num_envs))
+        script.train(args, lambda args, num_envs, stream: Replay(seen[: len(seen) // 2], num_envs))
         run = Path(args.run_dir, args.run_name)
-        snd = ppo_atari_snd.SND(96, args)
+        snd = script.SND((1, 96, 96), args)
         snd.load_state_dict(torch.load(run / "checkpoint.pt", weights_only=True)["snd"])
         with open(run / "metrics.csv", newline="") as file:
             raw = [float(row["int/reward_raw"]) for row in csv.DictReader(file)]
     (home, home_error, known), (away, away_error, fresh) = by_game(snd, seen[len(seen) // 2 :]), by_game(snd, unseen)
     torch.manual_seed(seed)
-    fresh_snd = ppo_atari_snd.SND(96, args)
-    fresh_snd.frames.load_state_dict(snd.frames.state_dict())
-    untrained = by_game(fresh_snd, unseen)[0] / by_game(fresh_snd, seen[len(seen) // 2 :])[0]
+    untrained = script.SND((1, 96, 96), args)
+    untrained.frames.load_state_dict(snd.frames.state_dict())
+    untrained_ratio = by_game(untrained, unseen)[0] / by_game(untrained, seen[len(seen) // 2 :])[0]
     apart = (away - home) / (home_error**2 + away_error**2) ** 0.5
-    result = dict(target=variant, seed=seed, seen=home, seen_error=home_error, seen_games=known, unseen=away)
+    result = dict(target="v", seed=seed, seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
-    result |= dict(untrained_ratio=untrained)
-    return result | dict(
-        decay=raw[0] / raw[-1], steps=iterations * args.update_epochs * batch_size // args.minibatch_size
-    )
+    result |= dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
+    return result | dict(steps=iterations * args.update_epochs * batch_size // args.minibatch_size)
 
 
 def novelty(options, command: str):
     found = dict(command=command, git=revision(), rows=[])
     for seed in range(1, options.seeds + 1):
-        for variant in options.targets:
-            found["rows"].append(row := measure(variant, seed))
-            print(json.dumps(row), flush=True)
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        found["rows"].append(row := measure(seed))
+        print(json.dumps(row), flush=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main(argv=None) -> int:
@@ -190,15 +183,16 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     probes = parser.add_subparsers(dest="probe", required=True)
     probe = probes.add_parser("cells")
-    probe.add_argument("--steps", type=int, default=400_000, help="agent steps of all environments")
+    probe.add_argument("--steps", type=int, default=400_000, help="environment steps")
     probe.add_argument("--seed", type=int, default=1)
     probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each iteration")
     probe = probes.add_parser("novelty")
     probe.add_argument("--seeds", type=int, default=3)
-    probe.add_argument("--targets", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    probe.add_argument("--json", type=Path, required=True)
+    probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each seed")
     options = parser.parse_args(argv[:end])
-    options.json.parent.mkdir(parents=True, exist_ok=True)  # rather now than after the warm-up
+    if options.json.is_dir():
+        parser.error(f"--json {options.json}: is a folder")
+    options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after the warm-up
     command = " ".join(["python", "benchmark/explore.py", *argv])
     if options.probe == "cells":
         cells(options, argv[end + 1 :], command)

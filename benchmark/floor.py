@@ -1,20 +1,22 @@
-"""How near a script's learner and its acting come to what its convolutions and matrix products alone allow.
+"""How close a script's learner and its acting come to the speed of its convolutions and matrix products alone.
 
     python benchmark/floor.py ppo_procgen --json floor.json -- --env-id starpilot
 
-The script trains; between its iterations the same process measures, in turn with them: GFLOP/s of a plain matrix
-product; rows a second of every convolution and linear layer of the script's networks alone, forward and backward, in
-the piece size that the first round found best (no ReLU, pooling, residual sum, loss, optimiser or indexing); and rows
-a second of the policy's forward pass alone. The script's own rates are from time/learn_s and time/policy_s of the
-iteration between two rounds (the synchronous scripts book their targets under time/policy_s). Shares are medians over
-the rounds. Nothing else may run. Rows are agent steps, with all their epochs. Scripts with groups need --sync
---num-groups 1 (IMPALA: --num-envs 32 too): one thread at a time. On the CPU.
+The script trains. Between its iterations the same process measures
+- GFLOP/s of a plain matrix product;
+- rows per second of every convolution and linear layer of the script's networks alone, forward and backward, with the
+  batch size that was best at first (no ReLU, pooling, residual sum, loss, optimizer or indexing);
+- rows per second of the policy's forward pass alone.
+The script's own rates are from time/learn_s and time/policy_s of the iteration between two measurements (synchronous
+scripts count their targets in time/policy_s). Shares are medians over the rounds. Rows are environment steps, with all
+their epochs.
+Run it with nothing else running, on the CPU. Scripts with groups need --sync --num-groups 1 (IMPALA also --num-envs
+32): one thread at a time.
 """
 
 import argparse
 import contextlib
 import importlib
-import io
 import json
 import statistics
 import subprocess
@@ -32,10 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
-UNCOUNTED = {  # flags with passes or layers that `networks` does not know
-    "ppo_atari_rnd": ("memory",),
-    "ppo_atari_snd": ("target", "motivation_passes"),
-}
+UNCOUNTED = {"ppo_atari_rnd": ("memory",)}  # flags with layers that `networks` does not know
 
 
 class Enough(BaseException):
@@ -43,7 +42,7 @@ class Enough(BaseException):
 
 
 def seconds(work) -> float:
-    """Median time of one call, over at least LEAST seconds and 3 calls, after one that warms up."""
+    """Median time of a call, over at least LEAST seconds and 3 calls, after a warm-up call."""
     work()
     times, end = [], time.perf_counter() + LEAST
     while len(times) < 3 or time.perf_counter() < end:
@@ -54,7 +53,7 @@ def seconds(work) -> float:
 
 
 def layers_of(network: nn.Module, inputs, calls) -> list:
-    """(layer, shape of its input without the batch) of every convolution and linear layer, in the order of use."""
+    """(layer, shapes of its input and output without the batch) of every convolution and linear layer, in order."""
     found, hooks = [], []
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -68,14 +67,14 @@ def layers_of(network: nn.Module, inputs, calls) -> list:
 
 
 def flops(layer, shape, out) -> float:
-    """Of one row's forward pass: two a multiplication and addition."""
+    """Of one row's forward pass; a multiplication and an addition are two."""
     if isinstance(layer, nn.Linear):
         return 2.0 * layer.weight.numel()
     return 2.0 * layer.weight.numel() * out[1] * out[2]
 
 
 def alone(layers: list, piece: int, backward: bool) -> float:
-    """Seconds a row of all layers, one after the other; the first needs no gradient of its input."""
+    """Seconds per row of all layers, one after the other; the first one needs no gradient of its input."""
     total = 0.0
     for i, (layer, shape, _) in enumerate(layers):
         x = torch.randn(piece, *shape)
@@ -97,7 +96,7 @@ def alone(layers: list, piece: int, backward: bool) -> float:
 
 
 def networks(script: str, args, made: dict) -> list:
-    """(network, how it is called, passes forward and backward a row of the rollout, forward passes only)."""
+    """(network, inputs, how it is called, passes per row of the rollout: forward and backward, forward only)."""
     agent = made["Agent"]
     plain = lambda net, x: net(x)  # noqa: E731
     if script == "ppo_atari_rnd":
@@ -112,20 +111,20 @@ def networks(script: str, args, made: dict) -> list:
     else:
         shape = (3 * len(importlib.import_module(script).STACKS[args.stack]), 64, 64)
     passes = args.update_epochs * (1 + getattr(args, "replay_proportion", 0))
-    if script == "ppo_procgen":  # a shorter last minibatch is not trained
+    if script == "ppo_procgen":  # the remainder of a rollout is unused
         rollout = args.num_envs * args.num_steps
         passes *= rollout // args.minibatch_size * args.minibatch_size / rollout
     rows = [(agent, torch.zeros(2, *shape, dtype=torch.uint8), plain, passes, 0)]
     if script == "ppo_atari_snd":
         snd, one = made["SND"], torch.zeros(2, 1, *shape[1:])
-        pairs = args.pairs / args.minibatch_size  # --target v
+        pairs = args.pairs / args.minibatch_size
         rows.append((snd.predictor, one, plain, args.update_epochs, 0))
         rows.append((snd.target, one, plain, 2 * pairs * args.update_epochs, args.update_epochs))
     return rows
 
 
 def keep(kind: type, made: dict) -> type:
-    """A subclass whose first instance is kept in `made`, under the name of the class."""
+    """A subclass whose first instance is stored in `made`, under the name of the class."""
 
     def init(self, *rest, **named):
         kind.__init__(self, *rest, **named)
@@ -135,14 +134,14 @@ def keep(kind: type, made: dict) -> type:
 
 
 class Rounds:
-    """What is measured between the iterations of a script, and its own rows of metrics.csv."""
+    """The measurements between a script's iterations, and the script's rows of metrics.csv."""
 
     def __init__(self, script: str, args, made: dict, wanted: int):
         self.script, self.args, self.made, self.wanted = script, args, made, wanted
         self.measured, self.rows = [], []
 
     def begin(self):
-        """The script's networks exist now: find the best piece of each."""
+        """Find the best batch size of each network."""
         self.networks = networks(self.script, self.args, self.made)
         self.layers = [layers_of(*entry[:3]) for entry in self.networks]
         self.pieces = [{piece: alone(layers, piece, True) for piece in PIECES} for layers in self.layers]
@@ -155,7 +154,7 @@ class Rounds:
         self.forward = torch.no_grad()(lambda: agent(frames, *state))
 
     def measure(self):
-        """One round: seconds a row of the layers alone and of the policy's forward pass, GFLOP/s of the product."""
+        """One round: seconds per row of the layers alone and of the policy's forward pass, GFLOP/s of the product."""
         a, b, floor = torch.randn(1024, 1024), torch.randn(1024, 1024), 0.0
         for layers, each, (*_, both, only) in zip(self.layers, self.pieces, self.networks, strict=True):
             best = min(each, key=each.get)
@@ -165,26 +164,25 @@ class Rounds:
         self.measured.append(dict(floor=floor, forward=forward, product=product))
 
     def gflop(self) -> float:
-        """Arithmetic of a row's update: three forward passes' worth, but the first layer's input needs no gradient."""
+        """Arithmetic of a row's update: three forward passes, less the gradient of the first layer's input."""
         total = 0.0
         for layers, (*_, both, only) in zip(self.layers, self.networks, strict=True):
             one_pass = sum(flops(*layer) for layer in layers)
             total += both * (3 * one_pass - flops(*layers[0])) + only * one_pass
         return total / 1e9
 
-    def after(self, logger, log, metrics):
-        """In place of the script's Logger.log, which is `log`."""
-        self.rows.append(log(logger, metrics))
+    def after(self, run, log, metrics):
+        """In place of the script's Run.log, which is `log`."""
+        log(run, metrics)
+        self.rows.append(metrics)
         if len(self.rows) == 1:
             self.begin()
         self.measure()
         if len(self.rows) == self.wanted + 1:
             raise Enough
-        logger.mark = time.perf_counter()
-        return self.rows[-1]
 
     def result(self) -> dict:
-        """Medians over rounds; the iteration between two rounds is compared with their mean."""
+        """Medians over rounds; an iteration is compared with the mean of the rounds before and after it."""
         size = self.rows[0]["step"]  # of an iteration
         own = self.rows[1:]
         pairs = list(zip(self.measured, self.measured[1:], strict=False))
@@ -215,15 +213,15 @@ def main(argv=None) -> int:
     own, _, flags = " ".join(sys.argv[1:] if argv is None else argv).partition(" -- ")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=sorted(path.stem for path in ROOT.glob("*.py")), help="without .py")
-    parser.add_argument("--rounds", type=int, default=3, help="iterations that count, after one that warms up")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="iterations that count, after a warm-up iteration")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
     options = parser.parse_args(own.split())
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: must be at least 1")
     module, made = importlib.import_module(options.script), {}
     args = tyro.cli(module.Args, args=flags.split())
     if not getattr(args, "sync", True) or getattr(args, "num_groups", 1) > 1:
-        parser.error(f"{options.script}: needs -- --sync --num-groups 1, else actors share the cores with it")
+        parser.error(f"{options.script}: needs -- --sync --num-groups 1, otherwise actors share its cores")
     for name in ("precision", "resume", *UNCOUNTED.get(options.script, ())):
         value = getattr(args, name)
         if value != getattr(module.Args(), name):
@@ -232,24 +230,26 @@ def main(argv=None) -> int:
         parser.error(f"--device {args.device}: on a CPU only")
     args.device = "cpu"
     if options.json:
+        if options.json.is_dir():
+            parser.error(f"--json {options.json}: is a folder")
         options.json.parent.mkdir(parents=True, exist_ok=True)
     args.total_timesteps, args.eval_episodes, args.quiet = 10**9, 0, True
     rounds = Rounds(options.script, args, made, options.rounds)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:
-        for name in {"Agent", "RND", "SND"} & vars(module).keys():  # keep the networks that `train` makes
+        for name in {"Agent", "RND", "SND"} & vars(module).keys():  # store the networks that `train` makes
             stack.enter_context(mock.patch.object(module, name, keep(getattr(module, name), made)))
-        log = module.Logger.log
-        timed = mock.patch.object(module.Logger, "log", lambda logger, metrics: rounds.after(logger, log, metrics))
+        log = module.Run.log
+        timed = mock.patch.object(module.Run, "log", lambda run, metrics: rounds.after(run, log, metrics))
         stack.enter_context(timed)
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # that it was stopped
-                module.train(args)
+            module.train(args)
         except module.UsageError as error:
             parser.error(str(error))
         except Enough:
             pass
-    git = subprocess.getoutput(f"git -C '{ROOT}' describe --always --dirty --abbrev=40")
-    result = dict(script=options.script, flags=flags, git=git)
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    result = dict(script=options.script, flags=flags, git=revision)
     result |= dict(threads=torch.get_num_threads()) | rounds.result()
     text = json.dumps(result, indent=1)
     print(text)

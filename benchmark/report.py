@@ -1,16 +1,17 @@
-"""Tables, plots and a page from the committed results, beside the published numbers.
+"""Tables, plots and a page from the committed results, compared with published numbers.
 
     python benchmark/report.py            # the tables between marks in README.md and benchmark/README.md,
                                           # results/plots/curves.png and results/index.html
     python benchmark/report.py --results FOLDER    # of run.py --results FOLDER: FOLDER/README.md and index.html
-    python benchmark/report.py --check    # only say whether the committed tables are what the results generate
+    python benchmark/report.py --check    # write nothing; exit code 1 if the committed tables are out of date
 
-Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (benchmark/run.py writes them), the speed figures
-in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. A cell of the
-matrix that was not run is a gap, shown beside its published number (of the large suites only what has a result is
-shown); a failed one shows its error. Published training returns are compared with ours in training, evaluations with
-ours: of OpenAI's and michalnand's runs reference/*.csv have the mean over the last tenth of the steps, as we give it,
-and the one at a step for the picture; "stderr" is the standard error over their runs.
+Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (written by benchmark/run.py), the speed figures
+in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. An unreadable file
+is named and left out. A job without a result is shown with its published number (in the large suites it is left out);
+a failed one with its error.
+Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
+michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
+step, for the plots. "stderr" is the standard error over runs.
 """
 
 import argparse
@@ -28,8 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
-SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites of the tables; of the others only what has a result
-LONG = 400_000  # agent steps
+SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites shown in full; of the others only what has a result
+LONG = 400_000  # environment steps
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
 RND_1 = "RND_michalnand_cfg1(raw_score)"
 NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
@@ -61,7 +62,7 @@ PUBLISHED = {  # (script, number of training levels, split): [(file, series, wha
 
 
 def reference(column: str = "") -> dict:
-    """(file, game, series) -> {agent steps: score}, of another column if it is named: those rows that have it."""
+    """(file, game, series) -> {environment steps: score}, or another column of the rows that have it."""
     found = {}
     for name, game, series, steps, score, frames in (
         ("procgen", "env", "split", "step", "mean_return", 1),
@@ -77,7 +78,7 @@ def reference(column: str = "") -> dict:
 
 
 class Published(NamedTuple):
-    """A number, what it is, how its protocol differs, its standard error over runs if that is published."""
+    """A number, what it is, how its protocol differs, its standard error over runs if published."""
 
     score: float
     what: str
@@ -96,15 +97,15 @@ def flag(flags: str, name: str, default: str) -> str:
 
 
 def sources(job, split: str) -> list:
-    """[(file, series, what it is, how its protocol differs)] that a job's split is shown beside."""
+    """[(file, series, what it is, how its protocol differs)] to compare a job's split with."""
     found = PUBLISHED.get((job.script, levels(job.flags), split), [])
-    if job.variant.endswith(":openai"):  # their network and batch
+    if job.variant.endswith(":openai"):  # the published network and batch
         found = [(file, series, what, how.removeprefix(OTHER)) for file, series, what, how in found]
     return found
 
 
 def published(job, split: str, steps: int, points: dict) -> list[Published]:
-    """What is published at the step nearest to ours, within a tenth: the last tenth's number where there is one."""
+    """Published numbers at the nearest step within 10 %: means over the last tenth where there are any."""
     found, tenths, errors = [], reference("last_tenth"), reference("stderr")
     for file, name, what, how in sources(job, split):
         series = points.get((file, job.game, name), {})
@@ -117,7 +118,7 @@ def published(job, split: str, steps: int, points: dict) -> list[Published]:
 
 
 def checkpoints(job, steps: int, points: dict) -> list:
-    """(what, [(step, score)]) of what is published of training games up to our number of steps."""
+    """(what, [(step, score)]) of published training returns up to our number of steps."""
     found = sources(job, "train") or sources(job, "game") or sources(job, "test")
     curves = []
     for file, name, what, how in [source for source in found if TRAINING in source[3]]:
@@ -127,22 +128,28 @@ def checkpoints(job, steps: int, points: dict) -> list:
 
 
 def steps_of(job) -> int:
-    """Agent steps that a command asks for."""
+    """Environment steps that a command asks for."""
     asked = flag(job.flags, "--total-timesteps", "")
     return int(asked or importlib.import_module(job.script).Args().total_timesteps)
 
 
 def curve(path: Path) -> list[tuple[int, float, float]]:
-    """(step, mean return, number of games) of the rows in which games ended."""
+    """(step, mean return, number of episodes) of the rows in which episodes ended."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["episode/return"]]
+        rows = [row for row in csv.DictReader(file) if row.get("episode/return") and row.get("episode/count")]
     return [(int(row["step"]), float(row["episode/return"]), float(row["episode/count"])) for row in rows]
 
 
+def read(path: Path) -> dict:
+    """The content of a JSON file; empty if there is none or it is unreadable (which is printed)."""
+    content = matrix.read_json(path)
+    return content if isinstance(content, dict) else {}
+
+
 def cells(results: Path = RESULTS) -> list[dict]:
-    """One entry for each row of each suite and game: its jobs, their results, the published number."""
+    """One entry per row of a suite and game: its jobs, their results, the published numbers."""
     points, found = reference(), []
     for suite in matrix.SUITES:
         groups = {}
@@ -151,9 +158,8 @@ def cells(results: Path = RESULTS) -> list[dict]:
         for jobs in groups.values():
             done = {}
             for job in jobs:
-                path = results / suite / f"{job.name}.json"
-                one = json.loads(path.read_text()) if path.exists() else {}
-                if one.get("command") == " ".join(job.command):  # else of earlier flags
+                one = read(results / suite / f"{job.name}.json")
+                if one.get("command") == " ".join(job.command):  # otherwise of earlier flags
                     done[job.seed] = one
             if not done and suite not in SHOWN:
                 continue
@@ -176,24 +182,26 @@ def cells(results: Path = RESULTS) -> list[dict]:
 
 
 def number(scores: list[float], evaluation: dict | None = None) -> str:
-    """Mean and standard error over seeds; of one seed its games' error, and that it is one."""
-    if len(scores) > 1:
-        return f"{statistics.mean(scores):.2f} +- {statistics.stdev(scores) / len(scores) ** 0.5:.2f}"
+    """Mean and standard error over seeds; two seeds: both; one: its standard error over episodes."""
+    if len(scores) > 2:
+        return f"{statistics.mean(scores):.2f} ± {statistics.stdev(scores) / len(scores) ** 0.5:.2f}"
+    if len(scores) == 2:
+        return ", ".join(f"{score:.2f}" for score in scores)
     error = evaluation["stderr"] if evaluation else None
-    return f"{scores[0]:.2f}" + (f" (+- {error:.2f} over games)" if error is not None else "")
+    return f"{scores[0]:.2f}" + (f" (± {error:.2f} over episodes)" if error is not None else "")
 
 
 def last_tenth(cell: dict) -> tuple[list[float], str]:
-    """Mean training returns of the games of the last tenth of the steps, of the seeds in which games ended; as text."""
+    """Mean training return over the last tenth of the steps, of each seed in which episodes ended; and as text."""
     ends = [[row[1:] for row in curve if row[0] > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
-    means = [sum(value * games for value, games in end) / sum(games for _, games in end) for end in ends if end]
-    games = sum(games for end in ends for _, games in end)
+    means = [sum(value * count for value, count in end) / sum(count for _, count in end) for end in ends if end]
+    episodes = sum(count for end in ends for _, count in end)
     missing = f", {len(means)} of {len(ends)} seeds" * (len(means) < len(ends))
-    return means, f"{number(means)} ({games:,.0f} games{missing})" if means else "-"
+    return means, f"{number(means)} ({episodes:,.0f} episodes{missing})" if means else "-"
 
 
 def differences(cell: dict, scores: list[float], theirs: list[Published]) -> str:
-    """Of the evaluation `scores` to each published number, or of the last tenth of training to one in training."""
+    """Our evaluation minus a published one, or our last tenth of training minus a published training return."""
     ours = [last_tenth(cell)[0] if TRAINING in entry.how else scores for entry in theirs]
     pairs = zip(ours, theirs, strict=True)
     return ", ".join(f"{statistics.mean(of) - entry.score:+.2f}" if of else "-" for of, entry in pairs) or "-"
@@ -213,7 +221,7 @@ def failure(cell: dict) -> str:
 
 
 def hours(cell: dict) -> str:
-    """Of training, the mean over seeds, and on what."""
+    """Training time, mean over seeds, and the hardware."""
     mean = statistics.mean(one["train_seconds"] for one in cell["done"]) / 3600
     return f"{mean:.1f} on {hardware(cell)}"
 
@@ -224,7 +232,7 @@ def hardware(cell: dict) -> str:
 
 
 def commits(cell: dict) -> str:
-    """All revisions that trained a cell, in short."""
+    """All revisions that trained a row's runs, shortened."""
     found = (git for one in cell["done"] for git in [*one.get("git_before", ()), one["git"]])
     return ", ".join(dict.fromkeys(map(revision, found)))
 
@@ -251,16 +259,16 @@ def table(entries: list[dict], results: Path = RESULTS) -> list[str]:
 
 
 def shown(theirs: list) -> str:
-    errors = ["" if entry.error is None else f" +- {entry.error:.2f}" for entry in theirs]
+    errors = ["" if entry.error is None else f" ± {entry.error:.2f}" for entry in theirs]
     texts = (f"{one.score:.2f}{error}, {one.what} ({one.how})" for one, error in zip(theirs, errors, strict=True))
     return "; ".join(texts) or "none at these steps"
 
 
 def speeds(results: Path = RESULTS) -> list[dict]:
-    """Files of results/speed with a script's own measurements: beside CleanRL, other libraries, the script itself."""
+    """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
     first = ["cleanrl", "sample-factory", "sb3"]
-    found = [json.loads(path.read_text()) for path in sorted((results / "speed").glob("*.json"))]
-    found = [one for one in found if "results" in one]  # not those beside another revision
+    found = [read(path) for path in sorted((results / "speed").glob("*.json"))]
+    found = [one for one in found if "results" in one]  # without comparisons of revisions
     for one in found:
         command, _, flags = one["command"].partition(" -- ")
         one["script"] = command.split()[2]
@@ -270,13 +278,13 @@ def speeds(results: Path = RESULTS) -> list[dict]:
 
 
 def revision(git: str | None) -> str:
-    """A commit in short, and whether its tree was changed."""
+    """A commit, shortened, and whether the tree was changed."""
     return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
 
 
 def speed_table(results: Path = RESULTS) -> list[str]:
-    """One line a file of results/speed: steps/s of both, their ratio in wall and CPU time, where and with what."""
-    head = ["script and flags", "steps/s", "beside, its steps/s", "ratio, wall time", "CPU time"]
+    """One line per file of results/speed: steps/s of both, their ratio in wall and CPU time, hardware, commit."""
+    head = ["script and flags", "steps/s", "compared with, its steps/s", "ratio, wall time", "CPU time"]
     head += ["memory", "processor", "commit"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for found in speeds(results):
@@ -300,11 +308,13 @@ SHARES = ("learner", "acting")
 
 
 def floor_table(results: Path = RESULTS) -> list[str]:
-    """One line a file of results/floor: how near learner and acting come to their layers alone."""
+    """One line per file of results/floor: learner and acting compared with their layers alone."""
     head = ["script and flags", "matrix product", "layers alone", "learner", "share", "forward only", "acting", "share"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 8]
     for path in sorted((results / "floor").glob("*.json")):
-        one = json.loads(path.read_text())
+        one = read(path)
+        if not one:
+            continue
         layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
         row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
         spans = {name: "{:.2f} to {:.2f}".format(*(f(one[f"{name}_shares"]) for f in (min, max))) for name in SHARES}
@@ -316,7 +326,7 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 
 def short_table(results: Path = RESULTS) -> list[str]:
-    """For the README, all that was trained for LONG steps, rows with a published number first; and what failed."""
+    """For the README: all runs of at least LONG steps and failed ones; rows with a published number first."""
     head = "| suite, script, game | steps | n | evaluation | training, last tenth | published at these steps | hours |"
     lines = [head, "|" + "---|" * 7]
     rows = []
@@ -348,12 +358,12 @@ TABLES = dict(results=short_table, suites=suite_tables, speed=speed_table, floor
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """A text whose tables stand between <!-- NAME --> and <!-- end of NAME -->, with these tables as they are now."""
+    """The text with the present tables between <!-- NAME --> and <!-- end of NAME -->."""
     for name, lines in TABLES.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin in text:
             head, _, rest = text.partition(begin)
-            tail = rest.split(end, 1)[1]  # an IndexError, not a README without its rest
+            tail = rest.split(end, 1)[1]  # an IndexError rather than a cut README
             text = "\n".join([head + begin, *lines(results), end + tail])
     return text
 
@@ -376,7 +386,7 @@ NO_SUITE = {
 
 
 def picture(results: Path = RESULTS):
-    """plots/curves.png: a panel for each game that was trained for LONG steps, in windows of a fiftieth."""
+    """plots/curves.png: a panel for each game with runs of LONG steps, smoothed over a fiftieth of the steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -400,13 +410,13 @@ def picture(results: Path = RESULTS):
             for values in filter(None, curves):
                 panel.plot(*smooth(values, values[-1][0] / 50), f"C{i}", linewidth=1)
             panel.plot([], [], f"C{i}", label=f"{name}, n = {len(curves)}")
-        points = {}  # of all the panel's rows, those of the longest last
+        points = {}  # of all the panel's rows, the longest last
         for cell in sorted(group, key=lambda cell: cell["steps"]):
             points |= {what.split(" (")[0]: known for what, known in cell["checkpoints"]}
         for marker, (what, known) in zip("*^v", points.items(), strict=False):
             panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what}")
-        panel.set(title=game, xlabel="agent steps", ylabel="return of training games")
-        panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.2))  # below: it would hide curves
+        panel.set(title=game, xlabel="environment steps", ylabel="training return")
+        panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.2))  # below, where it hides no curve
     for panel in axes.flat[len(games) :]:
         panel.remove()
     (results / "plots").mkdir(exist_ok=True)
@@ -415,10 +425,10 @@ def picture(results: Path = RESULTS):
 
 
 def smooth(values: list, window: float) -> tuple[list, list]:
-    """Rows (step, mean return, games) -> steps and mean returns of the games in each window of steps."""
+    """Rows (step, mean return, episodes) -> last steps and mean returns of the windows of steps."""
     windows = {}
-    for step, score, games in values:
-        windows.setdefault(int((step - 1) // window), []).append((step, score, games))
+    for step, score, episodes in values:
+        windows.setdefault(int((step - 1) // window), []).append((step, score, episodes))
     steps = [part[-1][0] for part in windows.values()]
     means = [sum(score * n for _, score, n in part) / sum(n for *_, n in part) for part in windows.values()]
     return steps, means
@@ -476,8 +486,10 @@ def page(results: Path = RESULTS) -> str:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the committed files are not these")
-    parser.add_argument("--results", type=Path, help="another folder of run.py's; README.md and index.html there")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if the committed files are out of date"
+    )
+    parser.add_argument("--results", type=Path, help="another folder of results; writes README.md and index.html there")
     options = parser.parse_args(argv)
     results = options.results or RESULTS
     if not results.is_dir():
@@ -490,7 +502,7 @@ def main(argv=None) -> int:
             files[path] = filled(path.read_text())
     if options.check:
         old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-        print("\n".join(f"{path}: not what the results generate" for path in old) or "as generated")
+        print("\n".join(f"{path}: out of date, run benchmark/report.py" for path in old) or "up to date")
         return int(bool(old))
     for path, text in files.items():
         matrix.write_atomically(path, text)

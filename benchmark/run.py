@@ -1,17 +1,17 @@
-"""One command reruns a result: the matrix of script x game x seed, killed and gone on with at will.
+"""Run a suite of jobs (script x game x seed). It can be stopped at any time; the same command continues.
 
     python benchmark/run.py --suite smoke                     # every script, seconds each
-    python benchmark/run.py --suite cpu --results again --max-minutes 60  # an hour; the same command goes on
+    python benchmark/run.py --suite cpu --results again --max-minutes 60  # stop after an hour
     python benchmark/run.py --suite two_cores --results again --only ppo_procgen-openai
     python benchmark/run.py --suite gpu --only bigfish --jobs 4
     python benchmark/run.py --suite procgen16 --launcher slurm > array.sbatch
 
-What is done, which is said by its result in --results (benchmark/results holds the published ones), is not run again;
-what was stopped goes on from its checkpoint, what was killed from at most the script's
---checkpoint-every (300 seconds) before; what failed is recorded with its error, does not stop the others, and runs
-again with --retry. Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command,
-revisions, hardware, versions, wall clock, final evaluation). The runs lie in --runs, a folder for each literal command:
-other flags begin anew. Other code under the same flags does not, it needs new --results (and so new --runs).
+A job with a result in --results is not run again (benchmark/results has the published ones). A stopped job continues
+from its checkpoint; a killed one loses at most the script's --checkpoint-every (300 seconds). A failed job is recorded
+with its error, does not stop the others, and runs again with --retry.
+Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .json (command, revisions, hardware,
+versions, training time, final evaluation). The runs are in --runs, one folder per command: other flags start a new
+run, other code does not. After a change of the code use a new --results (and so new --runs).
 """
 
 import argparse
@@ -27,13 +27,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "numpy", "gymnasium", "envpool", "procgen-mirror")
+PACKAGES = ("torch", "numpy", "gymnasium", "envpool")
 LIBC = ctypes.CDLL(None)  # loaded before any thread forks
 PROCGEN = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja
 plunder starpilot""".split()
@@ -53,7 +54,7 @@ RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512
 --bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
 
-# suite: (script, games, number of seeds, flags), in the order in which they are run
+# suite: (script, games, number of seeds, flags), in the order of execution
 SUITES = {
     "smoke": [
         ("ppo_procgen", ["leaper"], 1, f"{SMALL} --channels 8 8 8"),
@@ -70,11 +71,11 @@ SUITES = {
         ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 122880"),
         ("ppo_atari_snd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 51200"),
     ],
-    "long": [  # curves of hours on two cores
+    "long": [  # hours on two cores
         ("ppo_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
     ],
-    "two_cores": [  # beside published curves at equal steps; 1 to 12 hours each on one core; narrow-8m about 33
+    "two_cores": [  # compared with published curves; 1 to 12 hours each on one core, narrow-8m about 33
         ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 30"),
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
         ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
@@ -105,7 +106,7 @@ SUITES = {
 
 @dataclass(frozen=True)
 class Job:
-    """A cell of the matrix; `variant` is the script's name, or script:name for another setting of it."""
+    """One run. `variant` is the script's name, or script:name for a setting of it."""
 
     suite: str
     variant: str
@@ -118,24 +119,24 @@ class Job:
 
     @property
     def file(self) -> str:
-        """From the project's root: a script, or a variant of one."""
+        """Path from the repository's root: a script, or a variant of one."""
         variant = f"benchmark/variants/{self.script}.py"
         return variant if (ROOT / variant).exists() else f"{self.script}.py"
 
     @property
     def command(self) -> list[str]:
-        """What a newcomer types."""
+        """What a user would type."""
         return f"python {self.file} --env-id {self.game} --seed {self.seed} {self.flags}".split()
 
     @property
     def folder(self) -> str:
-        """Its own for each command: on --resume a flag that is gone would not contradict the run's."""
+        """One folder per command: --resume would keep a saved flag that the command no longer has."""
         digest = hashlib.sha256(" ".join(self.command).encode()).hexdigest()[:8]
         return f"{self.suite}/{self.name.replace('/', '_')}-{digest}"
 
 
 def jobs_of(suite: str, only: str = "") -> list[Job]:
-    """All cells of a suite, seed by seed within a row, those whose name contains `only`."""
+    """The jobs of a suite whose name contains `only`; within a row all games of seed 1 come first."""
     cells = [
         Job(suite, variant, game, seed, flags)
         for variant, games, seeds, flags in SUITES[suite]
@@ -152,8 +153,40 @@ def write_atomically(path: Path, text: str):
     os.replace(temporary, path)
 
 
+def read_json(path: Path) -> dict | list | None:
+    """The content of a file; None if there is none, or with a message if it is unreadable."""
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict | list):
+            raise ValueError("no object")
+        return content
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # empty or cut, as a full disk leaves it
+        print(f"{path}: unreadable, ignored ({error})", file=sys.stderr)
+        return None
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The whole rows of a metrics.csv."""
+    rows = []
+    if path.exists():
+        lines = path.read_text("utf-8-sig", errors="replace").replace("\0", "").splitlines()
+        for row in csv.DictReader(lines):
+            try:
+                int(row["step"]), int(row["iteration"]), float(row["time/sps"])
+            except (KeyError, TypeError, ValueError):
+                continue
+            if None not in row and None not in row.values():
+                rows.append(row)
+    return rows
+
+
 def thin(rows: list[dict], most: int = 500) -> list[dict]:
-    """Neighbouring rows merged until at most `most` are left: last step, number of games, means (over games, too)."""
+    """Merge neighbouring rows until at most `most` are left.
+
+    A merged row has the last step, the number of episodes, and means over rows (episode/*: over episodes).
+    """
     size, merged = -(-len(rows) // most), []
     for start in range(0, len(rows), max(size, 1)):
         part, row = rows[start : start + size], {}
@@ -180,33 +213,27 @@ def installed(package: str) -> str | None:
 
 def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     """The csv and json of a finished or failed run."""
-    rows, config, evaluation = [], {}, None
-    for name in ("metrics.csv", "config.json", "eval.json"):
-        if not (run / name).exists():
-            continue
-        if name == "metrics.csv":
-            with open(run / name, newline="") as file:
-                rows = [row for row in csv.DictReader(file) if None not in row.values()]
-        elif name == "config.json":
-            config = json.loads((run / name).read_text() or "{}")  # a full disk leaves it empty
-        else:
-            evaluation = json.loads((run / name).read_text() or "null")
+    rows = read_rows(run / "metrics.csv")
+    config = read_json(run / "config.json") or [{}]
+    parts = config if isinstance(config, list) else [config]  # a dict: the first edition
+    last, args = parts[-1], parts[-1].get("args", {})
+    evaluation = read_json(run / "eval.json")
     seconds, before = 0.0, 0
     for row in rows:
         seconds, before = seconds + (int(row["step"]) - before) / float(row["time/sps"]), int(row["step"])
     result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
     result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
-    result |= {name: config.get(name) for name in ("git", "cpu", "gpu")}
-    result["cores"] = config.get("args", {}).get("torch_threads") or len(os.sched_getaffinity(0))
-    earlier = (run / "revisions").read_text().split() if (run / "revisions").exists() else []
-    result["git_before"] = [git for git in dict.fromkeys(earlier) if git != str(result["git"])]
-    result["versions"] = {name: installed(name) for name in PACKAGES}
+    result |= {name: last.get(name) for name in ("git", "cpu", "gpu")}
+    result["cores"] = args.get("threads") or args.get("torch_threads") or len(os.sched_getaffinity(0))
+    revisions = dict.fromkeys(part.get("git") for part in parts)
+    result["git_before"] = [git for git in revisions if git and git != result["git"]]
+    result["versions"] = last.get("packages") or {name: installed(name) for name in PACKAGES}
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)
     result["eval"] = evaluation
-    if not error:  # done: all its iterations, and an evaluation of the last one
+    if not error:  # done: all its iterations, and an evaluation after the last one
         evaluated = rows and evaluation and evaluation["step"] == before
-        if not evaluated or config["args"]["total_timesteps"] - before >= before / int(rows[-1]["iteration"]):
+        if not evaluated or args.get("total_timesteps", 0) - before >= before / int(rows[-1]["iteration"]):
             result["status"] = "open"
     merged = thin(rows)
     lines = [row.keys() for row in merged[:1]] + [row.values() for row in merged]
@@ -215,23 +242,24 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
 
 
 def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, stopping=(), processes=None):
-    """Train one cell, or go on with it -> (csv, json) when it is done or has failed, None when it was stopped.
+    """Start or continue a job -> (csv, json) when it is done or has failed, None when it was stopped.
 
-    deadline: time.time() at which it is told to stop; stopping: not empty when the caller wants it to; processes:
-    gets the training process. That one holds the cell's lock, so that no two train in one folder, has a process group
-    of its own, so that a terminal's Ctrl-C reaches it once and by its parent, and ends when its parent dies.
+    deadline: time.time() at which it is stopped. stopping: not empty when the caller wants it to stop. processes: the
+    training process is appended. The process holds the job's lock, so that no two processes train in one folder. It
+    has its own process group, so that a terminal's Ctrl-C reaches it once, through its parent; and it ends when its
+    parent dies.
     """
     parent = os.getpid()
 
     def tied():  # in the child
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: what it gets when its parent dies
-        if os.getppid() != parent:  # it died before the line above
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the signal at its parent's death
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(143)
 
     run = runs / job.folder
     run.parent.mkdir(parents=True, exist_ok=True)
     with open(run.with_name(run.name + ".lock"), "w") as lock:
-        until = time.monotonic() + 60  # a training process told to end may still be writing its checkpoint
+        until = time.monotonic() + 60  # a stopped process may still be writing its checkpoint
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,17 +268,13 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
                 if stopping or time.monotonic() > until:
                     return None
                 time.sleep(0.2)
-        anew = f"--torch-threads {threads} --env-threads {threads} --quiet".split()
-        command = [sys.executable, str(ROOT / job.file), *anew]
+        command = [sys.executable, str(ROOT / job.file), "--threads", str(threads), "--quiet", *job.command[2:]]
         if (run / "checkpoint.pt").exists():
-            command += ["--resume", str(run), *job.command[2:]]
-            with open(run / "revisions", "a") as file:  # config.json only has the last part's
-                config = json.loads((run / "config.json").read_text() or "{}")
-                print(config.get("git", "unknown"), file=file)
+            command += ["--resume", str(run)]
         else:
-            if run.exists():  # stopped before its first checkpoint
+            if run.exists():  # killed before its first checkpoint
                 shutil.rmtree(run)
-            command += [*job.command[2:], "--run-dir", str(run.parent), "--run-name", run.name]
+            command += ["--run-dir", str(run.parent), "--run-name", run.name]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         environment = os.environ | dict(OMP_NUM_THREADS=str(threads))
         options = dict(pass_fds=[lock.fileno()], preexec_fn=tied, process_group=0, env=environment, **pipes)
@@ -276,7 +300,7 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
 
 
 def record(job: Job, result, results: Path) -> str:
-    """Write a cell's files -> its state in a word."""
+    """Write a job's files -> its state in a word."""
     if result is None:
         return "stopped"
     path = results / job.suite / job.name
@@ -287,23 +311,27 @@ def record(job: Job, result, results: Path) -> str:
 
 
 def state(job: Job, results: Path) -> str:
-    """open, done or failed; a result of other flags than today's is none."""
-    path = results / job.suite / f"{job.name}.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return found["status"] if found.get("command") == " ".join(job.command) else "open"
+    """open, done or failed; a result of other flags does not count."""
+    found = read_json(results / job.suite / f"{job.name}.json")
+    if not isinstance(found, dict) or found.get("command") != " ".join(job.command):
+        return "open"
+    return found.get("status", "open")
 
 
 def local(cells: list[Job], options) -> int:
-    """`--jobs` side by side on this machine, the cores shared out."""
+    """Run --jobs jobs at a time on this machine, each with its share of the cores."""
     threads = max(len(os.sched_getaffinity(0)) // options.jobs, 1)
     deadline = time.time() + 60 * options.max_minutes if options.max_minutes else None
     processes, stopping = [], []
 
     def one(job):
         if stopping or (deadline and time.time() >= deadline):
-            return "not begun"
-        result = execute(job, options.runs, threads, deadline, stopping, processes)
-        word = record(job, result, options.results)
+            return "not started"
+        try:
+            word = record(job, execute(job, options.runs, threads, deadline, stopping, processes), options.results)
+        except Exception:  # must not stop the other jobs
+            traceback.print_exc()
+            word = "failed"
         print(f"{word:8} {job.suite} {job.name}", flush=True)
         return word
 
@@ -329,7 +357,7 @@ def local(cells: list[Job], options) -> int:
 
 
 def slurm(cells: list[Job], options) -> str:
-    """One array script: task k runs cell k, and can be submitted again to go on."""
+    """One array script: task k runs job k; submit it again to continue."""
     lines = ["#!/bin/bash", f"#SBATCH --array=0-{len(cells) - 1}", f"#SBATCH --job-name={options.suite}"]
     lines += ["#SBATCH --gpus=1", "#SBATCH --cpus-per-task=8", "#SBATCH --signal=B:TERM@120", "cells=("]
     lines += [f"    {shlex.quote(job.name)}" for job in cells]
@@ -344,20 +372,22 @@ def slurm(cells: list[Job], options) -> str:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=list(SUITES), required=True)
-    parser.add_argument("--only", default="", help="cells whose name (script/game/seedK) contains this")
+    parser.add_argument("--only", default="", help="jobs whose name (script/game/seedK) contains this")
     parser.add_argument("--exactly", action="store_true", help="--only is a whole name")
-    parser.add_argument("--list", action="store_true", help="print the literal command and the state of each cell")
-    parser.add_argument("--retry", action="store_true", help="also run what failed")
+    parser.add_argument("--list", action="store_true", help="print state and command of each job")
+    parser.add_argument("--retry", action="store_true", help="also run failed jobs")
     parser.add_argument(
         "--jobs",
         type=int,
         default=1,
-        help="runs side by side, all on one GPU; for each further GPU a "
-        "run.py of its own, with CUDA_VISIBLE_DEVICES and another --only",
+        help="jobs at a time, all on one GPU; start another run.py for each further GPU, with CUDA_VISIBLE_DEVICES "
+        "and another --only",
     )
-    parser.add_argument("--max-minutes", type=float, default=0, help="stop cleanly after this; 0 = when all is done")
-    parser.add_argument("--runs", type=Path, help="folder of the runs; runs/benchmark, or runs in --results if given")
-    parser.add_argument("--results", type=Path, help="benchmark/results; an empty one runs everything again")
+    parser.add_argument("--max-minutes", type=float, default=0, help="stop and save after this; 0 = never")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; default: runs/benchmark, or RESULTS/runs")
+    parser.add_argument(
+        "--results", type=Path, help="default: benchmark/results; an empty folder runs everything again"
+    )
     parser.add_argument("--launcher", choices=["local", "slurm"], default="local")
     options = parser.parse_args(argv)
     options.runs = options.runs or (options.results / "runs" if options.results else ROOT / "runs" / "benchmark")
@@ -366,7 +396,7 @@ def main(argv=None) -> int:
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least 1")
     if not cells:
-        parser.error(f"--only {options.only!r}: no cell of {options.suite}")
+        parser.error(f"--only {options.only!r}: no job of {options.suite}")
     if options.list:
         for job in cells:
             print(f"{state(job, options.results):8} {' '.join(job.command)}")

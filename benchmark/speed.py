@@ -1,27 +1,30 @@
-"""Steps per second of a script, where the time goes, and the ratio to a baseline, measured side by side.
+"""Steps per second of a script, where the time goes, and the ratio to a baseline in alternating runs.
 
     python benchmark/speed.py ppo_procgen -- --num-envs 64 --channels 16 32 32
     python benchmark/speed.py --against cleanrl --source CLONE --json FOLDER    # git clone of vwxyzjn/cleanrl
     python benchmark/speed.py appo_atari --against sb3 --peer-python PYTHON -- --env-id Pong
-    python benchmark/speed.py --against HEAD~1 --script ppo_procgen appo_atari  # this tree beside another revision
+    python benchmark/speed.py --against HEAD~1 --script ppo_procgen appo_atari  # another revision
+    python benchmark/speed.py --against 0ac8b70 --against-python PYTHON -- --threads 1  # the first edition
 
-What follows `--` goes to the script. Every measurement is a process of its own; with --against, script and baseline
-alternate A B A B, and the ratio of each pair is printed: on a machine whose speed drifts the ratio means something, a
-single figure does not. Run it with nothing else running. CPU seconds are those of all threads, unknown for Sample
-Factory.
+What follows `--` goes to the script. Every measurement is its own process. With --against, script and baseline
+alternate A B A B, and the ratio of each pair is printed: where the speed of the machine drifts, only the ratio means
+something. Run it with nothing else running. CPU seconds are summed over threads; Sample Factory's are unknown. Shares
+of env and policy of an asynchronous script are its actors', which work at the same time as the learner.
 
-Beside a baseline `--warmup` iterations are discarded, then `--iterations` of equal size are measured (Sample Factory
-runs for `--seconds`, its first report discarded). "cleanrl" is the file of CleanRL's in CLONE that does what the script
-does (cleanrl_shim.py runs it), at the sizes of the flags; ppo_procgen.py gets its network and loss, the others its
-clipping of gradients. Without a script's name the rows of ROWS are measured, each to a file in FOLDER.
-"sync" is APPO whose actors rest while it learns, "overlap" IMPALA whose actors do not, "fp32" the script without the
---precision bf16 or --compile of the flags. Peers run with a python of their own, --peer-python (peers.sh makes them):
-"sample-factory" (2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), both for
-appo_atari.
+Compared with a baseline, `--warmup` iterations are discarded and `--iterations` of equal size are measured (Sample
+Factory runs for `--seconds`, its first report is discarded):
+- "cleanrl": CleanRL's file for the same task from CLONE, run by cleanrl_shim.py with the sizes of the flags.
+  ppo_procgen.py gets CleanRL's network and loss, the others its gradient clipping. Without a script's name the rows of
+  ROWS are measured, each written to a file in FOLDER.
+- "sync": APPO without overlap; "overlap": IMPALA with overlap; "fp32": the script without the --precision bf16 or
+  --compile of the flags.
+- "sample-factory" (2.1.1) and "sb3" (Stable-Baselines3 2.9.2, its own Atari wrappers, the same sizes), for appo_atari.
+  They run with their own Python, --peer-python (peers.sh makes it).
 
-Beside another revision, which is checked out into a temporary git worktree, whole processes are timed, from the start
-of Python to its end, nothing subtracted, each script with the flags in PROCESSES and those after `--`, which both
-versions must know.
+Another revision is checked out into a temporary git worktree. Whole processes are timed, from the start of Python to
+its end, each script with the flags in PROCESSES and those after `--`, which both revisions must know. For a revision
+of the first edition, `--threads N` becomes `--torch-threads N --env-threads N`, and --against-python is a Python that
+has its packages (requirements.txt of that revision: NumPy 1 and procgen-mirror).
 """
 
 import argparse
@@ -33,6 +36,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -58,20 +62,20 @@ CHANGED = {  # the script itself, with these flags
 }
 
 COUNTERPARTS = {"ppo_procgen": "ppo_procgen", "appo_atari": "ppo_atari_envpool", "ppo_atari_rnd": "ppo_rnd_envpool"}
-ALIKE = {  # flags that give a script its counterpart's network and loss, as far as it has them
+ALIKE = {  # flags for the counterpart's network and loss, as far as the script has them
     "ppo_procgen": "--stack none --channels 16 32 32 --pool flatten --input-shift 0 --ortho-heads --reshuffle "
     "--norm-reward 0.999 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip 0.2 --vf-coef 0.25 --kl-coef 0 "
     "--lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5",
     "appo_atari": "--max-grad-norm 0.5",
     "ppo_atari_rnd": "--warmup-steps 16 --max-grad-norm 0.5",
 }
-# What changes the work and has no flag in CleanRL's files.
+# These flags change the work and CleanRL's files have none like them.
 FIXED = "channels pool stack distribution_mode num_levels frame_size memory rnd_features vtrace".split()
-ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the reserve of rollouts
+ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the queue of rollouts
 STARPILOT = "--env-id starpilot --num-envs 64 --num-steps 32"
 BREAKOUT = "--env-id Breakout --num-envs 8 --num-steps 128 --minibatch-size 256 --num-minibatches 4"
 MONTEZUMA = "--env-id MontezumaRevenge --num-envs 128 --num-steps 16 --minibatch-size 2048 --predictor-share 0.25"
-ROWS = {  # beside CleanRL: (script, sizes, iterations discarded, measured)
+ROWS = {  # compared with CleanRL: (script, sizes, iterations discarded, measured)
     "cleanrl_ppo_procgen_1_minibatch": ("ppo_procgen", f"{STARPILOT} --minibatch-size 2048", 1, 2),
     "cleanrl_ppo_procgen_8_minibatches": ("ppo_procgen", f"{STARPILOT} --minibatch-size 256", 1, 2),
     "cleanrl_appo_atari": ("appo_atari", BREAKOUT, 3, 8),
@@ -88,11 +92,11 @@ def load(script: str):
 
 
 class Enough(BaseException):
-    """Ends a training once enough of it is measured."""
+    """Ends the training once enough of it is measured."""
 
 
 class Stopwatch:
-    """Wall and CPU seconds of every iteration, with what else is told of it."""
+    """Wall and CPU seconds of every iteration, and the seconds of its phases."""
 
     def __init__(self, wanted: int):
         self.wanted = wanted
@@ -100,7 +104,7 @@ class Stopwatch:
         self.mark = (time.perf_counter(), time.process_time())
 
     def row(self, step: int, **phases):
-        """An iteration ended, at this agent step; the last one wanted raises Enough."""
+        """An iteration ended at this environment step; raises Enough after the last one wanted."""
         now = (time.perf_counter(), time.process_time())
         self.rows.append({"wall": now[0] - self.mark[0], "cpu": now[1] - self.mark[1], **phases})
         self.mark = now
@@ -109,7 +113,7 @@ class Stopwatch:
             raise Enough
 
     def result(self, warmup: int) -> dict:
-        """Steps and seconds a step of the iterations after the first ones, and the process's memory."""
+        """Steps per second and seconds per step after the warm-up iterations, and the process's memory."""
         rows = self.rows[warmup:]
         steps = self.step // len(self.rows) * len(rows)
         seconds = {key: sum(row[key] for row in rows) / steps for key in rows[0]}
@@ -119,22 +123,21 @@ class Stopwatch:
 
 
 def measure_script(script, args, watch: Stopwatch):
-    """Run the script's own `train`, with a stopwatch on its log line."""
-    log = script.Logger.log
+    """Run the script's `train`, with the stopwatch in its Run.log."""
+    log = script.Run.log
 
-    def timed_log(logger, metrics):
-        laps = {name.removeprefix("time/").removesuffix("_s"): seconds for name, seconds in logger.laps.items()}
-        row = log(logger, metrics)
-        watch.row(row["step"], **laps)
-        return row
+    def timed_log(run, metrics):
+        log(run, metrics)
+        times = {name.removeprefix("time/"): x for name, x in metrics.items() if name.startswith("time/")}
+        watch.row(metrics["step"], **{name.removesuffix("_s"): x for name, x in times.items() if name != "sps"})
 
-    script.Logger.log = timed_log
-    args.total_timesteps = 10**9  # so that asynchronous actors go on to the last measured iteration
+    script.Run.log = timed_log
+    args.total_timesteps = 10**9  # asynchronous actors must not stop before the last measured iteration
     script.train(args)
 
 
 def cleanrl_flags(script, args) -> list[str]:
-    """Flags that give CleanRL's file as many environments, steps, minibatches and epochs, or UsageError."""
+    """Flags for the same numbers of environments, steps, minibatches and epochs in CleanRL's file, or UsageError."""
     import tyro
 
     alike = tyro.cli(script.Args, args=ALIKE[script.__name__].split())
@@ -147,7 +150,7 @@ def cleanrl_flags(script, args) -> list[str]:
     minibatches = rows // args.minibatch_size
     if getattr(args, "num_minibatches", minibatches) != minibatches:
         raise script.UsageError(
-            f"--num-minibatches {args.num_minibatches}: CleanRL has {minibatches}, of {rows} rows in all"
+            f"--num-minibatches {args.num_minibatches}: CleanRL has {minibatches}, of all {rows} rows"
         )
     game = args.env_id if script.__name__ == "ppo_procgen" else args.env_id.removesuffix("-v5") + "-v5"
     flags = dict(env_id=game, num_envs=args.num_envs, num_steps=args.num_steps, num_minibatches=minibatches)
@@ -160,20 +163,21 @@ def cleanrl_flags(script, args) -> list[str]:
 
 
 def measure_cleanrl(script, args, source: Path, watch: Stopwatch):
-    """CleanRL's own file, with as many PyTorch threads as ours where they are given."""
+    """Run CleanRL's file, with as many PyTorch threads as the script."""
     import torch
 
     import cleanrl_shim
 
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
+    torch.set_num_threads(args.threads or script.available_cores())
     file = source / "cleanrl" / f"{COUNTERPARTS[script.__name__]}.py"
     cleanrl_shim.run(file, cleanrl_flags(script, args), args.run_dir, watch.row)
 
 
 def sample_factory(args, seconds: float, python: str) -> dict:
-    """Sample Factory's own command with the same sizes, from its own log: the first report and what was before it are
-    discarded, and so is what came after the last dataset."""
+    """Sample Factory's own command with the same sizes, measured from its log.
+
+    Discarded: what comes before its first report and after its last dataset.
+    """
     game = args.env_id.removesuffix("-v5").lower()
     import torch
 
@@ -184,14 +188,14 @@ def sample_factory(args, seconds: float, python: str) -> dict:
     flags |= dict(num_batches_to_accumulate=args.num_batches_to_accumulate, num_epochs=args.update_epochs)
     flags |= dict(max_grad_norm=args.max_grad_norm, train_for_env_steps=10**9)
     flags |= dict(train_dir=args.run_dir, experiment="x", restart_behavior="overwrite")
-    start = Path(args.run_dir, "start.py")  # a file, which its spawned processes can import
+    start = Path(args.run_dir, "start.py")  # a file, because its spawned processes import it
     text = "import ale_py, sys\nfrom sf_examples.atari.train_atari import main\n"
     start.write_text(f"{text}if __name__ == '__main__':\n    sys.exit(main())\n")
     command = [python, str(start), *(f"--{key}={value}" for key, value in flags.items())]
     piped = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     until = time.perf_counter() + seconds
     running = subprocess.Popen(command, **piped)
-    reports, lines = [], []  # (time, agent steps)
+    reports, lines = [], []  # (time, environment steps)
     try:
         for line in running.stdout:
             lines.append(line)
@@ -199,7 +203,7 @@ def sample_factory(args, seconds: float, python: str) -> dict:
                 break
             if found := re.search(r"Total num frames: (\d+)", line):
                 reports.append((time.perf_counter(), int(found[1]) / 4))  # four frames a step
-    finally:  # its processes too, which would go on beside the next measurement
+    finally:  # also ends its processes, which would disturb the next measurement
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
         running.wait()
@@ -207,7 +211,7 @@ def sample_factory(args, seconds: float, python: str) -> dict:
     if len(changes) < 3:
         raise RuntimeError("".join(lines[-30:]))
     (begin, first), (end, last) = changes[0], changes[-1]
-    # Its processes are children of its own, whose CPU time and memory are not told to this one.
+    # CPU time and memory of its worker processes are unknown here.
     return dict(sps=(last - first) / (end - begin), peak_gib=UNKNOWN, seconds_a_step=dict(cpu=UNKNOWN))
 
 
@@ -243,7 +247,7 @@ print(json.dumps(dict(sps=steps / (end - begin), cpu=(last - cpu) / steps, peak=
 
 
 def sb3(args, options) -> dict:
-    """Stable-Baselines3's PPO with the same sizes; its environments are emulated one after the other."""
+    """Stable-Baselines3's PPO with the same sizes; its environments step one after the other."""
     names = ("num_envs", "num_steps", "minibatch_size", "update_epochs")
     sizes = {name: getattr(args, name) for name in names} | dict(warmup=options.warmup, iterations=options.iterations)
     sizes |= dict(game=args.env_id.removesuffix("-v5"), device="cpu" if args.device == "cpu" else "auto")
@@ -267,7 +271,7 @@ def child(options, flags: list[str]) -> dict:
         fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=[*fixed, *flags, *CHANGED.get(variant, [])])
         if options.against == "cleanrl":
-            cleanrl_flags(script, args)  # rather refused now than after our own measurement
+            cleanrl_flags(script, args)  # refuse now, not after the script's measurement
         if variant == "sample-factory":
             found = sample_factory(args, options.seconds, options.peer_python)
         elif variant == "sb3":
@@ -283,7 +287,7 @@ def child(options, flags: list[str]) -> dict:
     return dict(variant=variant, **found)
 
 
-PROCESSES = {  # flags of whole processes timed beside another revision: some iterations, about a minute on one core
+PROCESSES = {  # flags of whole processes, compared with another revision: about a minute on one core
     "ppo_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 64 --num-steps 32 --minibatch-size 1024 "
     "--total-timesteps 8192",
     "impala_procgen": "--env-id starpilot --channels 16 32 32 --num-envs 16 --num-groups 2 --num-steps 50 "
@@ -296,11 +300,21 @@ PROCESSES = {  # flags of whole processes timed beside another revision: some it
 }
 
 
-def process(source: Path, name: str, flags: list[str]) -> dict:
-    """A whole run of a script of `source`: its steps, the seconds and the memory of the process."""
+def flags_for(script: Path, flags: list[str]) -> list[str]:
+    """Flags that a script of the first edition knows, too: it has two flags for threads."""
+    if "torch_threads" not in script.read_text() or "--threads" not in flags:
+        return flags
+    i = flags.index("--threads")
+    threads = flags[i + 1 : i + 2]
+    return [*flags[:i], "--torch-threads", *threads, "--env-threads", *threads, *flags[i + 2 :]]
+
+
+def process(source: Path, name: str, flags: list[str], python: str = sys.executable) -> dict:
+    """A whole run of a script in `source`: its steps, the seconds and the memory of the process."""
+    script = source / f"{name}.py"
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "output"), "w+") as output:
         fixed = ["--run-dir", folder, "--run-name", "run", "--quiet", "--eval-episodes", "0"]
-        command = [sys.executable, str(source / f"{name}.py"), *flags, *fixed]
+        command = [python, str(script), *flags_for(script, flags), *fixed]
         start = time.perf_counter()
         running = subprocess.Popen(command, stdout=output, stderr=output)
         try:
@@ -313,14 +327,14 @@ def process(source: Path, name: str, flags: list[str]) -> dict:
         if running.returncode:
             output.seek(0)
             lines = [line for line in output.read().splitlines() if line.strip(" │╭╮╰╯─")]
-            raise RuntimeError(f"{source}/{name}.py: exit code {running.returncode}: {' '.join(lines[-1:])}")
+            raise RuntimeError(f"{script}: exit code {running.returncode}: {' '.join(lines[-1:])}")
         with open(Path(folder, "run", "metrics.csv"), newline="") as file:
             steps = [int(row["step"]) for row in csv.DictReader(file)][-1]
     return dict(wall=wall, cpu=used.ru_utime + used.ru_stime, peak_gib=used.ru_maxrss / 2**20, steps=steps)
 
 
-def revision(against: str, scripts: list[str], pairs: int, flags: list[str]) -> dict:
-    """Whole processes of another revision's scripts and of this tree's in turn: {name: figures and ratios}."""
+def compare_revisions(against: str, python: str, scripts: list[str], pairs: int, flags: list[str]) -> dict:
+    """Alternate whole processes of another revision's scripts and of this tree's: {name: figures and ratios}."""
     results = {}
     git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
@@ -328,19 +342,19 @@ def revision(against: str, scripts: list[str], pairs: int, flags: list[str]) -> 
         subprocess.run([*git, "add", "--detach", str(other), against], check=True, capture_output=True)
         try:
             for name in scripts:
-                results[name] = beside_revision(name, [*PROCESSES[name].split(), *flags], other, pairs)
+                results[name] = compare_script(name, [*PROCESSES[name].split(), *flags], other, python, pairs)
         finally:
             subprocess.run([*git, "remove", "--force", str(other)], capture_output=True)
     return results
 
 
-def beside_revision(name: str, flags: list[str], other: Path, pairs: int) -> dict:
-    """One script: old and new in turn, printed, with the ratios old / new of each pair: above 1 the new is faster."""
+def compare_script(name: str, flags: list[str], other: Path, python: str, pairs: int) -> dict:
+    """Alternate old and new of one script; ratios are old / new of each pair: above 1 the new one is faster."""
     found = {"flags": " ".join(flags), "old": [], "new": []}
     print(f"{name}.py {found['flags']}: whole processes", flush=True)
     for _ in range(pairs):
-        for side, source in (("old", other), ("new", ROOT)):
-            one = process(source, name, flags)
+        for side, source, own_python in (("old", other, python), ("new", ROOT, sys.executable)):
+            one = process(source, name, flags, own_python)
             found[side].append(one)
             rate = one["steps"] / one["wall"]
             print(f"  {side}: {one['wall']:.1f} s wall, {one['cpu']:.1f} s CPU, {rate:,.1f} steps/s", flush=True)
@@ -356,7 +370,7 @@ def beside_revision(name: str, flags: list[str], other: Path, pairs: int) -> dic
 
 
 def instruction_set(cpuinfo: str) -> str:
-    """The widest vector instructions that /proc/cpuinfo names, and the variables that keep libraries from them."""
+    """The widest vector instructions in /proc/cpuinfo, and the environment variables that limit their use."""
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.M)
     words = flags[1].split() if flags else []
     widest = "no AVX2"
@@ -378,7 +392,7 @@ def hardware() -> str:
     return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {gpu}, torch {torch.__version__}"
 
 
-@functools.cache  # the rows of one command are of one revision, though the first row changes a tracked file
+@functools.cache  # asked once: the result files of a command's first rows would make the tree dirty
 def revision_of(folder: Path) -> str:
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -392,8 +406,8 @@ def show(result: dict):
     print(f"{result['variant']:8} {result['sps']:8,.0f} steps/s   {split}   {memory}", flush=True)
 
 
-def beside_baseline(options, flags: list[str]) -> dict:
-    """Script and baseline in turn, each measurement a process that runs `child`."""
+def compare_baseline(options, flags: list[str]) -> dict:
+    """Alternate script and baseline, each measurement a process that runs `child`."""
     results = {"script": []} | ({options.against: []} if options.against else {})
     shared = ["--iterations", options.iterations, "--warmup", options.warmup, "--seconds", options.seconds]
     shared += ["--peer-python", options.peer_python]
@@ -407,7 +421,7 @@ def beside_baseline(options, flags: list[str]) -> dict:
             running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             try:
                 output, errors = running.communicate()
-            finally:  # not killed: it ends what it has begun
+            finally:  # SIGTERM, so that it can end its own processes
                 running.terminate()
                 running.wait()
             if running.returncode:
@@ -426,7 +440,7 @@ def beside_baseline(options, flags: list[str]) -> dict:
 
 
 def cleanrl_rows(options, flags: list[str]) -> int:
-    """Each row of ROWS as a command of its own."""
+    """Each row of ROWS as its own command."""
     for row, (script, sizes, warmup, iterations) in ROWS.items():
         if options.script and script not in options.script:
             continue
@@ -440,18 +454,19 @@ def cleanrl_rows(options, flags: list[str]) -> int:
 
 
 def parsed(parser, own: list[str]):
-    """The options before `--`, or one line on what is wrong with them."""
+    """Parse the options before `--`; a mistake ends with one line and exit code 2."""
     scripts = sorted(BASELINES)
-    parser.add_argument("name", nargs="?", choices=scripts, help="of a script, without .py")
+    parser.add_argument("name", nargs="?", choices=scripts, help="a script, without .py")
     parser.add_argument("--against", help="alternate with this baseline; without a name, cleanrl or a git revision")
     parser.add_argument("--source", type=Path, help="a clone of CleanRL")
-    parser.add_argument("--script", nargs="+", choices=scripts, help="without a name: only these")
-    parser.add_argument("--peer-python", default="python", help="the python that has sample-factory or sb3")
-    parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory")
-    parser.add_argument("--pairs", type=int, help="measurements of each, A B A B = 2; default 2, without a name 4")
-    parser.add_argument("--iterations", type=int, help="iterations measured in each process, default 2")
-    parser.add_argument("--warmup", type=int, help="iterations discarded before them, default 1, of IMPALA and APPO 3")
-    parser.add_argument("--json", type=Path, help="write all figures to this file too; of all rows, to this folder")
+    parser.add_argument("--script", nargs="+", choices=scripts, help="without a script's name: only these scripts")
+    parser.add_argument("--against-python", default=sys.executable, help="the Python of the other revision")
+    parser.add_argument("--peer-python", default="python", help="the Python that has sample-factory or sb3")
+    parser.add_argument("--seconds", type=float, default=180, help="length of a run of Sample Factory, in seconds")
+    parser.add_argument("--pairs", type=int, help="pairs of measurements; default 2, without a script's name 4")
+    parser.add_argument("--iterations", type=int, help="iterations measured per process, default 2")
+    parser.add_argument("--warmup", type=int, help="iterations discarded first, default 1 (IMPALA, APPO: 3)")
+    parser.add_argument("--json", type=Path, help="file (of all rows: folder) for all figures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
     for flag in ("pairs", "iterations", "warmup"):
@@ -467,7 +482,7 @@ def parsed(parser, own: list[str]):
     if options.against == "cleanrl":
         if not (options.source and (options.source / "cleanrl" / "ppo_procgen.py").exists()):
             where = "git clone https://github.com/vwxyzjn/cleanrl"
-            parser.error(f"--source {options.source}: no cleanrl/ppo_procgen.py there; {where}")
+            parser.error(f"--source {options.source}: no cleanrl/ppo_procgen.py in it; {where}")
         others = sorted({*(options.script or ())} - {*COUNTERPARTS})
         if others:
             parser.error(f"--script {' '.join(others)}: CleanRL has no such file")
@@ -475,6 +490,10 @@ def parsed(parser, own: list[str]):
         known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{options.against}^{{commit}}"]
         if subprocess.run(known, capture_output=True).returncode:
             parser.error(f"--against {options.against}: no revision of this repository")
+    if options.json and options.json.is_dir() and (options.name or options.against != "cleanrl"):
+        parser.error(f"--json {options.json}: is a folder")
+    if not options.name and options.against != "cleanrl" and not shutil.which(options.against_python):
+        parser.error(f"--against-python {options.against_python}: no such program")
     options.pairs = options.pairs or (2 if options.name else 4)
     if options.name:
         options.iterations = options.iterations or 2
@@ -488,31 +507,32 @@ def main(argv=None) -> int:
     flags = argv[end + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = parsed(parser, argv[:end])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is running, and a worktree, end with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also ends running processes and the worktree
     if any(word.startswith("--resume") for word in flags):
         parser.error("--resume: its steps would count, and the run would change")
     if options.child:
         try:
             print(json.dumps(child(options, flags)))
         except ValueError as error:
-            if type(error).__name__ != "UsageError":  # of the script's own copy of that class
+            if type(error).__name__ != "UsageError":  # the script has its own class of that name
                 raise
             parser.error(str(error))
         return 0
     if options.against == "cleanrl" and not options.name:
         return cleanrl_rows(options, flags)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)  # rather now than after all measurements
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after all measurements
     command = " ".join(["python", "benchmark/speed.py", *argv])
-    command = command.replace(f"--source {options.source} ", "--source CLONE ")  # where it lies says nothing to others
+    command = command.replace(f"--source {options.source} ", "--source CLONE ")  # its path means nothing to others
     summary = dict(command=command, git=revision_of(ROOT), hardware=hardware())
     print(f"{command.removeprefix('python benchmark/')}\n{hardware()}", flush=True)
     try:
         if options.name:
-            summary |= beside_baseline(options, flags)
+            summary |= compare_baseline(options, flags)
         else:
             scripts = options.script or list(PROCESSES)
-            summary["revisions"] = revision(options.against, scripts, options.pairs, flags)
+            python = options.against_python
+            summary["revisions"] = compare_revisions(options.against, python, scripts, options.pairs, flags)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

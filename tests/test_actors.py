@@ -1,16 +1,19 @@
 """The actors of IMPALA and APPO beside the learner, and what becomes of them when a run ends."""
 
 import importlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 import types
+from concurrent.futures import Future
 
-import appo_atari
 import numpy as np
 import pytest
 import torch
 
-from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, random_episodes, rows, spy_on, timeless
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, giving, random_episodes, rows, spy_on, timeless
 
 KINDS = {  # `many`: an iteration of 64 rows; `half`: of 32
     "appo_atari": dict(many=dict(num_minibatches=2, minibatch_size=32), half=dict(num_minibatches=1)),
@@ -19,7 +22,7 @@ KINDS = {  # `many`: an iteration of 64 rows; `half`: of 32
         half=dict(minibatch_size=32),
     ),
 }
-COMMON = dict(num_envs=4, num_groups=1, num_steps=16, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+COMMON = dict(num_envs=4, num_groups=1, num_steps=16, eval_episodes=0, quiet=True, threads=1, device="cpu")
 COMMON |= dict(sync=False)
 
 
@@ -34,7 +37,7 @@ def script(request, tmp_path):
     def run(envs, iterations=1, name="run", size=64, **changes):
         args = module.Args(**(COMMON | kind["many"] | dict(run_dir=str(tmp_path), run_name=name) | changes))
         args.total_timesteps = iterations * size
-        return module.train(args, envs)
+        return module.train(args, giving(envs))
 
     return types.SimpleNamespace(module=module, fake=fake, run=run, path=tmp_path, **kind)
 
@@ -59,9 +62,9 @@ def test_sync_runs_are_equal(script):
 def test_seconds_add_up(script, monkeypatch):
     """Waiting and learning are the iteration, and all of it; the actors' seconds are theirs, and wait for no one."""
     marks = []
-    spy_on(monkeypatch, script.module.Logger, "log", lambda *_: marks.append(time.perf_counter()))
+    spy_on(monkeypatch, script.module.Run, "log", lambda *_: marks.append(time.perf_counter()))
     metrics = script.run([script.fake(cls=Slow)], 3, sync=True)
-    env, policy, wait, learn = (metrics[f"time/{phase}_s"] for phase in ("env", "policy", "queue_wait", "learn"))
+    env, policy, wait, learn = (metrics[f"time/{phase}_s"] for phase in ("env", "policy", "wait", "learn"))
     assert env >= 16 * 0.02 and min(policy, learn) > 0
     assert env + policy <= wait
     assert wait + learn == pytest.approx(64 / metrics["time/sps"])
@@ -73,12 +76,12 @@ def test_lag_bound(script, monkeypatch):
     """With datasets of a rollout groups take turns; however slow learner or group, no row is older than a dataset."""
     lags = []
 
-    def slow(metrics, *_):
+    def slow(_, run, metrics):
         lags.append(metrics["async/policy_lag_max"])
         assert 0 <= metrics["async/policy_lag_mean"] <= lags[-1]
         time.sleep(0.02)
 
-    spy_on(monkeypatch, script.module.Logger, "log", slow)
+    spy_on(monkeypatch, script.module.Run, "log", slow)
     groups = [script.fake(2), script.fake(2, Slow, seed=1)]
     options = dict(num_groups=2, num_batches_to_accumulate=1, update_epochs=2)
     script.run(groups, 8, size=32, **(options | script.half))
@@ -87,49 +90,134 @@ def test_lag_bound(script, monkeypatch):
 
 
 def test_the_head_start_counts_nowhere(script):
-    """Group g plays num_steps * g random steps first: no step, reward or game of them is in any metric."""
-    game = ([1.0] * 20, "terminated")  # in group 1 four steps after the head start it is over
-    groups = [script.fake(episodes=[[game]] * 2) for _ in range(2)]
+    """Group g plays num_steps * g random steps first: no step, reward or end of them is in any metric.
+
+    The first episode reported may have begun in them.
+    """
+    first = [([1.0] * 5, "terminated"), ([1.0] * 15, "terminated"), ([7.0] * 99, "terminated")]
+    groups = [script.fake(episodes=[first] * 2) for _ in range(2)]
     metrics = script.run(groups, num_groups=2, sync=True)
     assert [len(group.actions) for group in groups] == [16, 32] and metrics["step"] == 64
     assert min(np.bincount(np.concatenate(groups[1].actions[:16]), minlength=4)) > 3
-    assert metrics["episode/count"] == 2 and metrics["episode/return"] == metrics["episode/length"] == 4
+    # In group 0 the first episode ends; in group 1 the second one, the first ended in the head start.
+    assert metrics["episode/count"] == 4 and metrics["episode/return"] == metrics["episode/length"] == (5 + 15) / 2
 
 
 def test_a_resumed_run_may_have_other_batches(script):
-    """Its steps are then no multiple of a batch, and its last iteration needs rollouts like any other."""
+    """Its steps are then no multiple of a batch; it ends at or below the total (D11), with rollouts for all of them."""
     script.run([script.fake()], size=32, num_steps=8, **script.half)
     metrics = script.run([script.fake()], 2, resume=str(script.path / "run"))
-    assert metrics["step"] == 32 + 2 * 64
+    assert metrics["step"] == 32 + 64 and metrics["iteration"] == 2
 
 
-def test_a_published_copy_is_never_written_to():
+def test_a_published_copy_is_never_written_to(script):
     """An actor in the middle of a step keeps weights of one version, whatever is learned or published meanwhile."""
     agent = torch.nn.Linear(3, 3)
-    actors = appo_atari.Actors([None], agent, None, 16, size=1, ahead=1, num_rollouts=2)
+    actors = script.module.Actors([None], agent, None, 16, size=1, ahead=1, num_rollouts=2)
     acting, before = actors.agent, agent.weight.detach().clone()
     torch.nn.init.constant_(agent.weight, 7)
     actors.publish(agent)
     assert torch.equal(acting.weight, before) and not acting.weight.requires_grad
     assert (actors.agent.weight == 7).all()
+    actors.tasks[0].put(None)
 
 
 def test_an_interrupt_ends_actors_within_a_step(script, monkeypatch):
     """Not at the end of their rollouts, which may take minutes; the learner's state is saved before."""
     interrupted = []
 
-    def interrupt(metrics, *_):
+    def interrupt(_, run, metrics):
         if metrics["step"] == 2 * 64:
             interrupted.append(time.perf_counter())
             raise KeyboardInterrupt
 
-    spy_on(monkeypatch, script.module.Logger, "log", interrupt)
+    spy_on(monkeypatch, script.module.Run, "log", interrupt)
     groups = [script.fake(2, Slow), script.fake(2, Slow)]
     for g, group in enumerate(groups):
         group.seconds = 0.5
         group.fast = (2 + g) * 16  # until the rollout after the last that is learned; group 1 has a head start
+    threads = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         script.run(groups, 10, num_groups=2)
     assert time.perf_counter() - interrupted[0] < 4  # a rollout takes 8
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    assert set(threading.enumerate()) == threads and all(group.closed for group in groups)
+    assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 64
+
+
+def test_stop_gives_up_after_three_seconds(script):
+    """It closes the environments of the threads that ended, and leaves the one that hangs alone."""
+    release, groups = threading.Event(), [types.SimpleNamespace(envs=script.fake()) for _ in range(2)]
+
+    def rollout(group, actors, T):
+        if group is groups[0]:
+            release.wait()
+
+    actors = script.module.Actors(groups, torch.nn.Linear(3, 3), rollout, 16, size=1, ahead=1, num_rollouts=2)
+    for g in range(2):
+        actors.tasks[g].put(Future())
+    start = time.perf_counter()
+    actors.stop()
+    assert 2.9 < time.perf_counter() - start < 4.5
+    assert [group.envs.closed for group in groups] == [False, True]
+    release.set()
+    actors.threads[0].join()
+
+
+def test_an_environments_exception_ends_the_run(script):
+    """The learner raises what an actor raised, instead of waiting for its rollout."""
+
+    class Broken(FakeVecEnv):
+        def step(self, actions):
+            if len(self.actions) == 20:
+                raise ZeroDivisionError("of the environment")
+            return super().step(actions)
+
+    with pytest.raises(ZeroDivisionError, match="of the environment"):
+        script.run([script.fake(cls=Broken)], 3)
+
+
+HANGING = """
+import sys, time
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import {name} as script
+from conftest import *
+
+class Hanging(FakeVecEnv):
+    def step(self, actions):
+        if len(self.actions) == 20:
+            print("hanging", flush=True)
+            while True:
+                time.sleep(60)
+        return super().step(actions)
+
+def make_envs(args, num_envs, stream):
+    return Hanging(random_episodes(num_envs), AutoresetMode({autoreset!r}), shape={shape!r})
+
+sys.exit(script.main(make_envs=make_envs))
+"""
+
+
+def test_an_environment_that_never_returns_does_not_keep_python(script):
+    """After two Ctrl-C the learner is saved and Python exits; on a free CPU within 5 seconds (D10)."""
+    envs = script.fake()
+    autoreset = envs.metadata["autoreset_mode"].value
+    code = HANGING.format(root=str(ROOT), name=script.module.__name__, autoreset=autoreset, shape=envs.shape)
+    options = COMMON | script.many | dict(run_dir=str(script.path), run_name="run", total_timesteps=640)
+    flags = []
+    for name, value in options.items():
+        words = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
+        flag = f"--{'no-' if value is False else ''}{name}".replace("_", "-")
+        flags += [flag, *map(str, words)]
+    command = [sys.executable, "-c", code, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "hanging\n"
+        time.sleep(1)  # the learner is done with the first batch
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        try:
+            process.wait(60)  # with the defect it never exits
+        finally:
+            process.kill()
+        assert process.returncode == 130, process.stderr.read()
     assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 64

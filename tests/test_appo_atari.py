@@ -1,18 +1,19 @@
 """The algorithm of appo_atari.py against independent oracles; its threads are tested in test_actors.py."""
 
 import appo_atari
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from appo_atari import Agent, Args, UsageError, gae, ppo_terms, vtrace
+from appo_atari import Agent, Args, AtariEnvs, RunningMoments, UsageError, gae, ppo_terms, vtrace
 
 import conftest
 from conftest import FakeVecEnv, Snow, plain_gae, random_episodes, read
 
 SHAPE = (2, 44, 44)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=32, num_minibatches=2, update_epochs=1, sync=True)
-SMALL |= dict(eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+SMALL |= dict(eval_episodes=0, quiet=True, threads=1, device="cpu")
 run = conftest.runner(appo_atari, SMALL)
 
 
@@ -35,15 +36,15 @@ def test_defaults_match_reference_table():
 # ------------------------------------------------------------------------------------------------------------- maths
 
 
-def plain_vtrace(reward, value, ended, cut, rho, gamma):
-    """Targets, advantages (T, N) by the definition's sums over each game, O(T^2); value (T + 1, N)."""
+def plain_vtrace(reward, value, ended, cut, rho, gamma, lam=1):
+    """Targets, advantages (T, N) by the definition's sums over each episode, O(T^2); value (T + 1, N)."""
     target, advantage, rho = value.copy(), np.zeros(reward.shape), np.minimum(rho, 1)
     for t, n in np.ndindex(*reward.shape):
         factor = 1.0
         for k in range(t, len(reward)):
             following = 0.0 if ended[k, n] else value[k + 1, n]
             target[t, n] += factor * rho[k, n] * (reward[k, n] + gamma * following - value[k, n])
-            factor *= gamma * rho[k, n]
+            factor *= gamma * lam * rho[k, n]
             if ended[k, n] or cut[k, n]:
                 break
     for t, n in np.ndindex(*reward.shape):
@@ -60,9 +61,10 @@ def test_gae_and_vtrace_are_the_definitions_sums():
     columns = [torch.tensor(x, dtype=torch.float64) for x in (reward, value, ended, ended | cut, rho)]
     expected = plain_gae(reward, value, ended, cut, 0.95, 0.9)
     np.testing.assert_allclose(gae(*columns[:4], 0.95, 0.9), expected, rtol=1e-12, atol=1e-12)
-    expected = plain_vtrace(reward, value, ended, cut, rho, 0.95)
-    for got, plain in zip(vtrace(*columns, 0.95), expected, strict=True):
-        np.testing.assert_allclose(got, plain, rtol=1e-12, atol=1e-12)
+    for lam in (1, 0.7):
+        expected = plain_vtrace(reward, value, ended, cut, rho, 0.95, lam)
+        for got, plain in zip(vtrace(*columns, 0.95, lam), expected, strict=True):
+            np.testing.assert_allclose(got, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_ratios_stay_within_their_limits():
@@ -71,26 +73,48 @@ def test_ratios_stay_within_their_limits():
     rows = dict(action=torch.zeros(2, dtype=torch.int64), logp=torch.tensor([0.0, -40.0]))
     rows |= dict(advantage=torch.tensor([1.0, -1.0]), value=torch.zeros(2), target=torch.zeros(2))
     terms = ppo_terms(logits, torch.zeros(2), rows, 0.1, 1.0)
-    assert terms["policy"].tolist() == pytest.approx([-0.05, 20])
+    assert terms["loss/policy"].tolist() == pytest.approx([-0.05, 20])
     rows |= dict(reward=torch.ones(2), terminated=torch.ones(2), done=torch.ones(2))
     columns = {name: x[:, None] for name, x in rows.items()}
     columns = appo_atari.vtrace_columns(columns, logits[:1].expand(3, 1, 2), torch.zeros(3, 1), 0.9)
     assert columns["advantage"].flatten().tolist() == pytest.approx([0.05, 1])
 
 
-def test_normalizer_begins_with_a_row_and_bounds_the_deviation():
+def test_clips_of_0_are_off():
+    """And the limits of the ratio, which are no clips, stay."""
+    logits, value = torch.tensor([[2.0, -2.0], [0.0, 0.0], [9.0, -9.0]]), torch.tensor([40.0, -3.0, 0.0])
+    rows = dict(action=torch.zeros(3, dtype=torch.int64), logp=torch.tensor([-2.0, -0.1, -50.0]))
+    rows |= dict(advantage=torch.tensor([1.0, -1.0, 1.0]), value=torch.zeros(3), target=torch.ones(3))
+    terms = ppo_terms(logits, value, rows, 0, 0)
+    ratio = (logits.log_softmax(-1)[:, 0] - rows["logp"]).exp().clamp(max=20)
+    torch.testing.assert_close(terms["loss/policy"], -ratio * rows["advantage"])
+    torch.testing.assert_close(terms["loss/value"], (value - 1) ** 2)
+    assert not terms["train/clip_frac"].any() and ratio[0] > 5 and ratio[2] == 20
+
+
+def test_moments_begin_with_a_row_and_bound_the_std():
     """Of mean 0 and variance 1, and by 1e-5, in units: noise on pixels that hardly change is not blown up."""
-    normalizer = appo_atari.Normalizer((2,), unit=255)
+    moments = RunningMoments((1, 2), 1, 255**2, 1e-5 * 255**2)
     rng = np.random.default_rng(0)
     x = np.stack([np.full(100_000, 7.0), rng.normal(90, 30, 100_000)], 1)
-    assert normalizer.std.flatten().tolist() == pytest.approx([255 * (1 + 1e-5) ** 0.5] * 2)
-    normalizer.update(torch.from_numpy(x))
+    assert moments.std.flatten().tolist() == pytest.approx([255 * (1 + 1e-5) ** 0.5] * 2)
+    moments.update(torch.from_numpy(x))
     mean = x.sum(0) / 100_001
     std = np.sqrt((255**2 + np.square(x).sum(0)) / 100_001 - mean**2 + 1e-5 * 255**2)
     expected = ((2 * x[:9] - mean) / std).clip(-5, 5)
-    np.testing.assert_allclose(normalizer.normalize(torch.from_numpy(2 * x[:9])), expected, rtol=1e-5, atol=1e-6)
-    back = normalizer.denormalize(torch.tensor([[1.0, -2.0], [7.0, -7.0]]))
+    normalized = appo_atari.normalize(torch.from_numpy(2 * x[:9]), moments)
+    np.testing.assert_allclose(normalized, expected, rtol=1e-5, atol=1e-6)
+    back = appo_atari.denormalize(torch.tensor([[1.0, -2.0], [7.0, -7.0]]), moments)
     np.testing.assert_allclose(back, [mean + [1, -2] * std, mean + [5, -5] * std], rtol=1e-5)
+
+
+def test_sums_of_white_frames_are_exact():
+    """In fp32, also of more frames than are summed at once."""
+    agent = Agent(SHAPE, 4, Args())
+    agent.frames.update(torch.full((1000, *SHAPE), 255, dtype=torch.uint8))
+    count, total, squares = agent.frames.sums
+    assert (count == 1001).all() and (total == 255_000).all() and (squares == 1001 * 255**2).all()
+    assert agent.frames.mean.is_contiguous(memory_format=torch.channels_last)
 
 
 # ------------------------------------------------------------------------------------------------------ a training run
@@ -159,19 +183,30 @@ def test_lr_schedule(tmp_path):
     assert metrics["train/lr"] == pytest.approx(1.5e-3)
 
 
+class OneFrame(FakeVecEnv):
+    """Without the axis of channels."""
+
+    def frames(self):
+        return super().frames()[:, 0]
+
+
 def test_what_is_refused(tmp_path):
-    """Before anything is written: groups that do not divide, parts of rollouts, what would wait for ever, groups of
-    other sizes than was said."""
+    """Before anything is written: groups that do not divide, parts of rollouts, what would wait for ever, numbers
+    without a meaning, environments of another number, autoreset or shape than is needed."""
     wrong = [dict(num_groups=3), dict(minibatch_size=24), dict(num_minibatches=3, minibatch_size=16, num_groups=2)]
-    for changes in (*wrong, dict(num_minibatches=0), dict(num_batches_to_accumulate=-1)):
-        with pytest.raises(UsageError, match=next(iter(changes)).replace("_", "-")):
+    wrong += [dict(num_minibatches=0), dict(num_batches_to_accumulate=-1), dict(max_policy_lag=0), dict(noop_max=0)]
+    wrong += [dict(noop_max=1001), dict(max_episode_steps=0), dict(repeat_action_probability=2), dict(stack=0)]
+    wrong += [dict(frame_size=85), dict(vf_clip=-1), dict(clip=np.nan), dict(lr=(1e-3, 0))]
+    for changes in wrong:
+        with pytest.raises(UsageError, match=next(iter(changes)).replace("_", "-") if "lr" not in changes else "0.001"):
             run(tmp_path, None, **changes)
-    for envs in ([fake(3)], [fake(), fake()]):
-        with pytest.raises(UsageError, match="--num-envs, --num-groups: need 1 groups of 4"):
+    same_step = FakeVecEnv(random_episodes(4), conftest.SAME_STEP, shape=SHAPE)
+    for envs in ([fake(3)], [same_step]):
+        with pytest.raises(UsageError, match="make_envs: must return 4 with AutoresetMode.NEXT_STEP"):
             run(tmp_path, envs)
-    for shape in [(4, 35, 60), (44, 44)]:
-        with pytest.raises(UsageError, match="from 36 pixels"):
-            run(tmp_path, [FakeVecEnv(random_episodes(4), shape=shape)])
+    for envs in (FakeVecEnv(random_episodes(4), shape=(4, 35, 60)), fake(cls=OneFrame)):
+        with pytest.raises(UsageError, match="at least 36 pixels"):
+            run(tmp_path, [envs])
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +214,7 @@ def test_what_is_refused(tmp_path):
 
 
 def moments(rows):
-    """Mean and deviation of rows and of one more, with mean 0 and variance 1; the variance is 1e-5 larger."""
+    """Mean and std of rows and of one more, with mean 0 and variance 1; the variance is 1e-5 larger."""
     mean = rows.sum(0) / (len(rows) + 1)
     return mean, ((1 + rows.square().sum(0)) / (len(rows) + 1) - mean**2 + 1e-5).sqrt()
 
@@ -198,7 +233,7 @@ class Plain:
         (mean, std), w = moments(self.frames), self.w
         x = ((obs.double() / 255 - mean) / std).clamp(-5, 5)
         for i, stride in ((0, 4), (2, 2), (4, 1)):
-            x = F.relu(F.conv2d(x, w[f"convs.{i}.weight"], w[f"convs.{i}.bias"], stride))
+            x = F.relu(F.conv2d(x, w[f"trunk.{i}.weight"], w[f"trunk.{i}.bias"], stride))
         x = F.relu(F.linear(x.permute(0, 2, 3, 1).flatten(1), w["hidden.weight"], w["hidden.bias"]))
         return F.linear(x, w["policy.weight"], w["policy.bias"]), F.linear(x, w["value.weight"], w["value.bias"])[:, 0]
 
@@ -269,3 +304,137 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
     np.testing.assert_allclose(saved["agent"]["frames.sums"][0], len(plain.frames) + 1)
     for name, x in plain.w.items():
         torch.testing.assert_close(saved["agent"][name].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=name)
+
+
+# ------------------------------------------------------------------------------------------------------ the environment
+
+N = 4
+
+
+def atari(num_envs=N, stream="training", **changes):
+    return appo_atari.make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
+
+
+def random_play(envs, steps):
+    rng, done = np.random.default_rng(0), np.zeros(envs.num_envs, bool)
+    envs.reset()
+    for _ in range(steps):
+        valid = ~done
+        obs, reward, ended, cut, info = envs.step(rng.integers(envs.single_action_space.n, size=envs.num_envs))
+        done = ended | cut
+        yield obs, reward, ended, cut, info, valid
+    envs.close()
+
+
+def test_true_returns_of_berzerk():
+    """Whole games, unclipped, over lost lives and time limits, against books kept from lives and step counts.
+
+    The limit is in environment steps, the training reward is the sign of the score, an observation's newest frame is
+    last. Every step reports, so that nobody counts a lost life in place of a game.
+    """
+    envs, games = atari(env_id="Berzerk-v5", max_episode_steps=190), []
+    books, expected = [[0.0, 0] for _ in range(N)], []
+    lost, lengths, rewards, scores, before = 0, [], set(), set(), None
+    for obs, reward, ended, cut, info, valid in random_play(envs, 450):
+        assert before is None or (obs[valid, :3] == before[valid, 1:]).all()
+        before = obs
+        rewards |= set(reward.tolist())
+        scores |= set(info["reward"].tolist())
+        lengths += info["elapsed_step"][cut].tolist()
+        for i in np.flatnonzero(info["_episode"]):
+            games.append((info["episode"]["r"][i], info["episode"]["l"][i], i))
+        for i in range(N):
+            books[i][0] += info["reward"][i] if valid[i] else 0
+            books[i][1] += bool(valid[i])
+            lost += bool(ended[i] and info["lives"][i] > 0)
+            if info["lives"][i] == 0 and ended[i] or cut[i]:
+                expected.append((*books[i], i))
+                books[i] = [0.0, 0]
+    assert games == expected and len(expected) > len(lengths) > 3 and lost > 10
+    assert set(lengths) == {190} and rewards == {0.0, 1.0} and max(scores) >= 5
+    assert envs.returns.tolist() == [book[0] for book in books]
+
+
+def test_a_reset_begins_new_books():
+    envs = atari(env_id="Berzerk-v5")
+    envs.reset()
+    for _ in range(60):
+        envs.step(np.ones(N, int))
+    assert envs.lengths.all()
+    envs.reset()
+    assert not envs.returns.any() and not envs.lengths.any()
+
+
+def test_a_game_that_ends_in_the_noops_after_a_lost_life():
+    """EnvPool begins the next game there without a word; each is reported, its return not added to the next one's."""
+    envs = atari(8, env_id="RoadRunner", noop_max=30, seed=4, repeat_action_probability=0.25, fire_reset=False)
+    unseen, lives = 0, np.zeros(8)
+    for *_, info, valid in random_play(envs, 150):
+        risen = (info["lives"] > lives) & (lives > 0)
+        lives = info["lives"]
+        assert info["_episode"][risen].all()
+        assert not envs.lengths[risen].any()
+        unseen += (risen & ~valid).sum()
+    assert unseen > 0
+
+
+class ScriptedPool:
+    """EnvPool as far as AtariEnvs looks at it: one environment, rows (reward, done, cut, game over, lives)."""
+
+    observation_space, action_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8), gym.spaces.Discrete(2)
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def reset(self):
+        return np.zeros((1, 4, 8, 8), np.uint8), {}
+
+    def step(self, actions):
+        reward, done, cut, over, lives = (np.array([x]) for x in next(self.rows))
+        info = {"reward": reward, "terminated": over, "lives": lives}
+        return self.reset()[0], np.sign(reward), (done > 0) & (cut == 0), cut > 0, info
+
+
+ROWS = [
+    (1, 0, 0, 0, 2),
+    (2, 1, 0, 0, 1),  # a lost life
+    (9, 0, 0, 0, 2),  # its no-ops ended the game: a new one, whose first row is no transition
+    (4, 1, 0, 0, 1),  # a lost life
+    (9, 0, 0, 1, 0),  # FIRE after the no-ops ended the game, which EnvPool says one step late
+    (8, 1, 0, 1, 0),
+    (9, 0, 0, 0, 2),  # reset
+    (16, 1, 1, 0, 2),  # the time limit
+    (9, 0, 0, 0, 3),  # reset
+    (0, 0, 0, 0, 4),  # a bonus life
+    (32, 1, 1, 1, 0),  # over at the very limit: no future value
+]
+
+
+def test_ends_of_games_of_a_scripted_pool():
+    """Reported: whole games only, each once, also where EnvPool ends one unseen, late, or at the time limit."""
+    envs = appo_atari.RecordEpisodeStatistics(AtariEnvs(ScriptedPool(ROWS), 1), stats_key="counted")
+    envs.reset()
+    reported, terminated = [], []
+    for _ in ROWS:
+        _, _, ended, _, info = envs.step(None)
+        terminated += ended.tolist()
+        reported.append(appo_atari.ended_episodes(info))
+    nothing = ([], [], [])
+    expected = [nothing] * len(ROWS)
+    expected[2], expected[5], expected[7], expected[10] = (
+        ([0], [x], [n]) for x, n in ((3, 2), (12, 2), (16, 1), (32, 2))
+    )
+    assert reported == expected
+    assert np.flatnonzero(terminated).tolist() == [1, 3, 5, 10]
+
+
+def test_a_game_over_at_the_time_limit_is_a_termination():
+    """EnvPool calls it cut only; then its last frame's value would count as a future."""
+    lengths = []
+    for limit in (4500, None):
+        envs = atari(1, max_episode_steps=limit or lengths[0], episodic_life=False)
+        rows = ((bool(ended), bool(cut)) for _, _, ended, cut, _, _ in random_play(envs, 500))
+        length, ends = next((number, row) for number, row in enumerate(rows, 1) if any(row))
+        lengths.append(length)
+        assert ends == (True, limit is None)
+    assert lengths[0] == lengths[1]

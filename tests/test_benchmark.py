@@ -1,5 +1,6 @@
-"""The tools under benchmark/: evaluate.py, floor.py, speed.py."""
+"""The tools under benchmark/: evaluate.py, floor.py, speed.py, explore.py."""
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -18,7 +19,9 @@ import evaluate  # noqa: E402
 import floor  # noqa: E402
 import speed  # noqa: E402
 
-TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --torch-threads 1 --env-threads 1"
+explore_file = ROOT / "benchmark" / "explore.py"  # its own process: it changes the scripts
+
+TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --threads 1"
 MONTEZUMA = "--env-id MontezumaRevenge --warmup-steps 4 --update-epochs 1 --max-episode-steps 50"
 PLAYED = {  # two splits, one, a memory, a target network
     "ppo_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 1 --num-levels 3",
@@ -39,8 +42,8 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_evaluate_plays_the_games_of_the_run(tmp_path, trained, name):
-    """The same agent, games and random numbers as in the script's own evaluation, whose file stays as it is."""
+def test_evaluate_plays_the_episodes_of_the_run(tmp_path, trained, name):
+    """The same agent, episodes and random numbers as in the script's own evaluation; the run is only read."""
     folder = trained / name
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     own = json.loads(before["eval.json"])
@@ -50,7 +53,7 @@ def test_evaluate_plays_the_games_of_the_run(tmp_path, trained, name):
 
 
 def test_evaluate_greedy_split_and_film(tmp_path, trained, monkeypatch):
-    """One split, the most probable action, and a film of as many frames as its first game has."""
+    """One split, the most probable action, and a film with all frames of the first episode."""
     script, asked = importlib.import_module("ppo_procgen"), []
     spy_on(monkeypatch, script, "play", lambda result, *args: asked.append(args[-1]))
     out, film = tmp_path / "x.json", tmp_path / "x.mp4"
@@ -62,8 +65,8 @@ def test_evaluate_greedy_split_and_film(tmp_path, trained, monkeypatch):
     assert frames.shape == (found[1]["lengths"][0] + 1, 256, 256, 3) and frames.std() > 10
 
 
-def test_film_is_the_first_game():
-    """The newest frame of environment 0, from its first to its last observation, and nothing of the next game."""
+def test_film_is_the_first_episode():
+    """The newest frame of environment 0, from its first to its last observation, and nothing of the next episode."""
     episodes = [[([0.0] * 3, "terminated"), ([0.0] * 9, "terminated")], [([0.0] * 2, "terminated")]]
     envs = FakeVecEnv(episodes, SAME_STEP, shape=(6, 16, 16))
     film = evaluate.Film(RecordEpisodeStatistics(envs), 3)
@@ -73,53 +76,143 @@ def test_film_is_the_first_game():
     assert np.array_equal(film.frames, [seen[0, -3:].transpose(1, 2, 0) for seen in envs.seen[:4]])
 
 
+def copy_of(run, folder, part=None, **change):
+    """A copy of a run with changes in the last part of config.json, or with `part` as its config.json."""
+    folder.mkdir()
+    (folder / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes())
+    last = json.loads((run / "config.json").read_text())[-1] | change
+    (folder / "config.json").write_text(json.dumps(part or [{"script": "other", "args": {}}, last]))
+    return str(folder)
+
+
 def test_evaluate_bad_input(tmp_path, trained, capsys):
-    """One line, exit code 2, and it names what is wrong; a run without the newest flags is played."""
+    """One line that names what is wrong, and exit code 2."""
     run = trained / "ppo_procgen"
-    config = json.loads((run / "config.json").read_text())
-    flags = config["args"]
-
-    def other(name, **change):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "checkpoint.pt").write_bytes((run / "checkpoint.pt").read_bytes())
-        (folder / "config.json").write_text(json.dumps(config | change))
-        return str(folder)
-
+    flags = json.loads((run / "config.json").read_text())[-1]["args"]
     for words, part in {
         f"{run} --checkpoint eval.json": "no readable config.json and eval.json",
         f"{run} --split game": "--split game: this run has train, test",
         f"{run} --episodes 0": "--episodes 0",
-        f"{run} --out {run}/eval.json": "must not be the run's own",
-        other("newer", args=flags | {"warp": 9}): "flags that are gone: warp",
-        other("foreign", script="os"): "made by os.py",
-        other("own", args=flags | {"env_id": "Corridor"}): "Corridor, an environment of its own",
-        other("wide", args=flags | {"channels": [8, 8, 8]}): "size mismatch",
+        f"{run} --out {run}/eval.json": "must not be in the run's own folder",
+        copy_of(run, tmp_path / "newer", args=flags | {"warp": 9}): "does not know: warp",
+        copy_of(run, tmp_path / "foreign", script="os"): "made by os.py",
+        copy_of(run, tmp_path / "own", args=flags | {"env_id": "Corridor"}): "--env-id Corridor: no such game",
+        copy_of(run, tmp_path / "wide", args=flags | {"channels": [8, 8, 8]}): "size mismatch",
+        copy_of(run, tmp_path / "bad", args=flags | {"pool": "mean"}): "--pool mean",
     }.items():
         assert evaluate.main(words.split()) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        lines = capsys.readouterr().err.splitlines()
+        (line,) = [line for line in lines if not line.startswith("warning: ")]  # of a changed tree
         assert part in line and len(line) < 400
-    older = other("older", args={name: value for name, value in flags.items() if name != "reshuffle"})
-    assert evaluate.main([older, "--episodes", "1", "--split", "test"]) == 0
+
+
+def test_evaluate_refuses_before_it_plays(tmp_path, trained, monkeypatch, capsys):
+    """A film that cannot be written, a missing package, a file that is a folder: refused before any episode."""
+    script = importlib.import_module("ppo_procgen")
+    monkeypatch.setattr(script, "play", None)
+    run = trained / "ppo_procgen"
+    for words in ("--video f.gif", "--video f.webm", "--video f", f"--video {tmp_path}", f"--out {tmp_path}/no/r.json"):
+        assert evaluate.main([str(run), *words.split()]) == 2
+        assert words.split()[1] in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "av", None)  # importing it fails
+    assert evaluate.main([str(run), "--video", str(tmp_path / "f.mp4")]) == 2
+    assert "imageio and av" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_evaluate_writes_results_before_the_film(tmp_path, trained, monkeypatch):
+    """An error of the film does not cost the results, and is a traceback."""
+
+    def write(film, path):
+        raise OSError("no codec")
+
+    monkeypatch.setattr(evaluate.Film, "write", write)
+    words = f"{trained}/ppo_procgen --split test --episodes 1 --video {tmp_path}/f.mp4 --out {tmp_path}/r.json"
+    with pytest.raises(OSError, match="no codec"):
+        evaluate.main(words.split())
+    assert json.loads((tmp_path / "r.json").read_text())["step"] == 64
+
+
+def test_evaluate_an_older_run(tmp_path, trained, capsys):
+    """A run without the newest flags; one of the first edition, whose config.json is a dict."""
+    run = trained / "ppo_procgen"
+    part = json.loads((run / "config.json").read_text())[-1] | {"git": None}
+    args = {name: value for name, value in part["args"].items() if name not in ("reshuffle", "threads")}
+    old = copy_of(run, tmp_path / "old", part=part | {"args": args | {"torch_threads": 1, "env_threads": 2}})
+    assert evaluate.main([old, "--episodes", "1", "--split", "test"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_evaluate_a_renamed_script(tmp_path, trained, monkeypatch):
+    """config.json names it; it is in no usual place."""
+    run = trained / "ppo_procgen"
+    (tmp_path / "mine.py").write_text((ROOT / "ppo_procgen.py").read_text())
+    folder = copy_of(run, tmp_path / "run", script="mine")
+    assert evaluate.main([folder, "--episodes", "1"]) == 2
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = ["--episodes", "1", "--split", "test", "--script", str(tmp_path / "mine.py")]
+    assert evaluate.main([folder, *words]) == 0
+
+
+def test_evaluate_warns_of_a_changed_script(tmp_path, monkeypatch):
+    """Committed or not; not of another file, and not without a revision. The revision is no option of git."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    script = tmp_path / "a.py"
+    script.write_text("1")
+    (tmp_path / "b.py").write_text("1")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "1"], check=True)
+    describe = [*git, "describe", "--always"]
+    revision = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    monkeypatch.setattr(evaluate, "ROOT", tmp_path)
+    (tmp_path / "b.py").write_text("2")
+    assert not evaluate.is_changed(revision, [str(script)])
+    assert evaluate.is_changed(f"{revision}-dirty", [str(script)])
+    script.write_text("2")
+    assert evaluate.is_changed(revision, [str(script)])
+    subprocess.run([*git, "commit", "-q", "-a", "-m", "2"], check=True)
+    assert evaluate.is_changed(revision, [str(script)]) and evaluate.is_changed("0ac8b70", [str(script)])
+    assert not evaluate.is_changed(None, [str(script)])
+    assert not evaluate.is_changed(f"--output={tmp_path}/x", [str(script)]) and not (tmp_path / "x").exists()
+
+
+def test_the_trained_agent_is_played():
+    """The one in the repository has the present format; it beats OpenAI's 10.3."""
+    folder = ROOT / "benchmark" / "results" / "trained" / "ppo_procgen_bigfish"
+    part, saved = evaluate.read_run(folder, "checkpoint.pt")
+    module, script = evaluate.load(part["script"], None)
+    assert script.load_checkpoint(str(folder))["iteration"] * 9600 == saved["step"] == 7_996_800
+    args = evaluate.args_of(script, part["args"])
+    options = argparse.Namespace(split=None, episodes=4, greedy=False, video=None)
+    assert evaluate.evaluate(module, script, args, saved["agent"], options)[0]["test"]["mean"] > 10
+
+
+def test_cells_are_counted(tmp_path):
+    """Two iterations of Montezuma's Revenge: a row each, cells only grow, and their count is of pairs and rooms."""
+    words = f"cells --steps 128 --json {tmp_path}/x.json -- {MONTEZUMA} {TINY} --quiet"
+    done = subprocess.run([sys.executable, explore_file, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row[0] for row in rows] == [64, 128] and 0 < rows[0][1] <= rows[1][1] and rows[1][2] == 1
 
 
 def test_floor_command(tmp_path, monkeypatch, capsys):
-    """A learner is at most about as fast as its layers alone; the file holds what is printed."""
-    flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 64 --channels 8 8 8 --torch-threads 1"
+    """A learner is at most about as fast as its layers alone; the file has what is printed."""
+    flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 64 --channels 8 8 8 --threads 1"
     monkeypatch.setattr(floor, "PIECES", (16, 64))
     monkeypatch.setattr(floor, "LEAST", 0.01)
     assert floor.main(["ppo_procgen", "--json", str(tmp_path / "x.json"), "--", *flags.split()]) == 0
     result = json.loads((tmp_path / "x.json").read_text())
     assert result == json.loads(capsys.readouterr().out) and len(result["learner_shares"]) == 3
-    assert 0 < result["learner_share"] < 8 and 0 < result["acting_share"] < 8  # 1 on a machine that does nothing else
+    assert 0 < result["learner_share"] < 8 and 0 < result["acting_share"] < 8  # at most 1 on an idle machine
     first, heads = 2 * 9 * 64 * 64 * 6 * 8, 2 * (8 * 256 + 256 * 15 + 256)
     convolutions = first + 2 * 9 * 8 * 8 * (4 * 32**2 + 32**2 + 4 * 16**2 + 16**2 + 4 * 8**2)
     expected = 3 * (3 * (convolutions + heads) - first)
     assert result["update_gflop_per_row"] == pytest.approx(expected / 1e9)
 
 
-def test_speed_beside_another_revision(tmp_path, monkeypatch, capsys):
-    """Old and new in turn, whole processes; a ratio above 1 says that the new one is faster; no worktree is left."""
+def test_speed_against_another_revision(tmp_path, monkeypatch, capsys):
+    """Old and new alternate, each with its Python; a ratio above 1: the new one is faster; no worktree is left."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
     subprocess.run([*git, "init", "-q"], check=True)
     for seconds in ("3", "2"):
@@ -127,21 +220,28 @@ def test_speed_beside_another_revision(tmp_path, monkeypatch, capsys):
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-q", "-m", seconds], check=True)
 
-    def process(source, name, flags):
+    def process(source, name, flags, python):
         assert flags[-2:] == ["--total-timesteps", "300"]
+        assert python == (sys.executable if source == tmp_path else "sh")
         wall = float((source / f"{name}.py").read_text().split("'")[1])
         return dict(wall=wall, cpu=wall**2, steps=300)
 
     monkeypatch.setattr(speed, "ROOT", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(speed, "process", process)
-        flags = f"--script ppo_procgen --pairs 2 --json {tmp_path / 'x.json'} -- --total-timesteps 300"
+        flags = (
+            f"--script ppo_procgen --pairs 2 --against-python sh --json {tmp_path / 'x.json'} -- --total-timesteps 300"
+        )
         assert speed.main(["--against", "HEAD~1", *flags.split()]) == 0
     found = json.loads((tmp_path / "x.json").read_text())["revisions"]["ppo_procgen"]
     assert found["wall_ratios"] == [1.5, 1.5] and found["cpu_ratios"] == [2.25, 2.25]
     assert len(subprocess.run([*git, "worktree", "list"], capture_output=True).stdout.splitlines()) == 1
     assert speed.main(["--against", "HEAD", "--script", "ppo_procgen"]) == 1
     assert "exit code 1: 2" in capsys.readouterr().err
+    (tmp_path / "old.py").write_text("torch_threads: int = 0")
+    old = speed.flags_for(tmp_path / "old.py", "--a 1 --threads 2 --b".split())
+    assert old == "--a 1 --torch-threads 2 --env-threads 2 --b".split()
+    assert speed.flags_for(ROOT / "ppo_procgen.py", ["--threads", "2"]) == ["--threads", "2"]
     one = speed.process(ROOT, "ppo_procgen", f"{PLAYED['ppo_procgen']} {TINY} --total-timesteps 64".split())
     assert one["steps"] == 64 and 0 < one["cpu"] and 0 < one["wall"] and 0.1 < one["peak_gib"] < 10
 
@@ -176,15 +276,15 @@ for step in range(num_envs, 10**6, num_envs):
 
 
 def clone(folder, name):
-    """What `git clone` leaves of CleanRL -> where its counterpart of a script writes what it saw."""
+    """A stand-in for a clone of CleanRL -> the file in which its counterpart of a script writes what it saw."""
     (folder / "cleanrl").mkdir()
     for file in ("ppo_procgen", speed.COUNTERPARTS[name]):
         (folder / "cleanrl" / f"{file}.py").write_text(OLD_GYM)
     return folder / "cleanrl" / f"{speed.COUNTERPARTS[name]}.py.json"
 
 
-def test_speed_beside_cleanrl(tmp_path, monkeypatch):
-    """Equal sizes, a file a row, ratios the right way round; EnvPool returns what it returned to old gym."""
+def test_speed_against_cleanrl(tmp_path, monkeypatch):
+    """Equal sizes, a file per row, ratios the right way round; EnvPool returns what it returned to old gym."""
     seen = clone(tmp_path, "appo_atari")
     monkeypatch.chdir(tmp_path)
     flags = "--env-id Breakout --num-minibatches 2 --sync --update-epochs 2"
@@ -196,14 +296,15 @@ def test_speed_beside_cleanrl(tmp_path, monkeypatch):
     cpu = ours["seconds_a_step"].pop("cpu")
     assert found["wall_ratios"] == [ours["sps"] / theirs["sps"]] and "--source CLONE" in found["command"]
     assert found["cpu_ratios"] == [theirs["seconds_a_step"]["cpu"] / cpu]
-    assert 0.5 < sum(ours["seconds_a_step"].values()) * ours["sps"] <= 1.001  # parts of the iteration's wall time
+    phases = ours["seconds_a_step"]
+    assert 0.5 < (phases["wait"] + phases["learn"]) * ours["sps"] <= 1.001  # parts of the iteration's wall time
     _, threads, flags = json.loads(seen.read_text())
     sizes = {"num-envs": "4", "num-steps": "16", "num-minibatches": "2", "update-epochs": "2"}
     assert flags.items() >= sizes.items() and threads == 1
 
 
 def test_old_gym_wrappers_of_procgen(tmp_path):
-    """Observations, whole games, and the clip after the division."""
+    """Observations of EnvPool's Procgen, whole episodes, and the clip after the division."""
     seen = clone(tmp_path, "ppo_procgen")
     words = f"ppo_procgen --child cleanrl --against cleanrl --source {tmp_path} -- --env-id starpilot {TINY}"
     done = subprocess.run([sys.executable, speed.__file__, *words.split()], capture_output=True, text=True)
@@ -211,8 +312,8 @@ def test_old_gym_wrappers_of_procgen(tmp_path):
     assert json.loads(done.stdout)["sps"] > 0 and 0 < json.loads(seen.read_text())[0] <= 3
 
 
-def test_speed_beside_cleanrl_at_equal_sizes_only():
-    """What CleanRL's files cannot do as the script does it is refused, else the ratio would be of unequal work."""
+def test_speed_against_cleanrl_at_equal_sizes_only():
+    """Flags that CleanRL's files do not have are refused: the ratio would be of unequal work."""
     script = speed.load("appo_atari")
     args = script.Args(num_envs=8, minibatch_size=256, num_minibatches=4)
     assert "--env-id=Breakout-v5" in speed.cleanrl_flags(script, args)
@@ -231,8 +332,8 @@ done
 """
 
 
-def test_speed_beside_sample_factory(tmp_path):
-    """Its reports are of frames, four a step; when enough is seen, its worker processes end too."""
+def test_speed_against_sample_factory(tmp_path):
+    """Its reports are in frames, four per step; at the end its worker processes end too."""
     python = tmp_path / "python"
     python.write_text(FAKE_SAMPLE_FACTORY)
     python.chmod(0o755)
@@ -240,20 +341,20 @@ def test_speed_beside_sample_factory(tmp_path):
     assert speed.sample_factory(args, 3, str(python))["sps"] == pytest.approx(1000 / 4 / 0.2, rel=0.5)
     worker = int((tmp_path / "python.worker").read_text())
     until = time.monotonic() + 10
-    while (state := subprocess.getoutput(f"ps -o state= -p {worker}")) not in ("", "Z"):  # Z: dead, not waited for
+    while (state := subprocess.getoutput(f"ps -o state= -p {worker}")) not in ("", "Z"):  # Z: a zombie
         assert time.monotonic() < until, state
         time.sleep(0.1)
 
 
 def test_the_floor_counts_the_rows_that_are_trained():
-    """9,600 rows in minibatches of 1,024: 384 are not."""
+    """9,600 rows in minibatches of 1,024: 384 are unused."""
     args = floor.importlib.import_module("ppo_procgen").Args()
     ((*_, passes, _),) = floor.networks("ppo_procgen", args, {"Agent": None})
     assert passes == pytest.approx(3 * 9216 / 9600)
 
 
 def test_speed_names_the_instruction_set(monkeypatch):
-    """And what keeps a library from it."""
+    """And the variables that limit it."""
     info = "flags\t\t: fpu avx2 {}\nbugs\t: avx512f\n"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     found = [speed.instruction_set(info.format(more)) for more in ("", "avx512f avx512_bf16")]
@@ -267,7 +368,9 @@ REFUSED = [
     (floor, "ppo_procgen -- --device cuda", ["--device cuda", "CPU"]),
     (floor, "ppo_atari_rnd -- --memory gru", ["--memory gru", "not measured"]),
     (floor, "ppo_procgen -- --precision bf16", ["--precision bf16", "not measured"]),
-    (floor, "ppo_atari_snd -- --motivation-passes one", ["--motivation-passes one", "not measured"]),
+    (floor, "ppo_procgen --json /tmp", ["--json /tmp", "is a folder"]),
+    (speed, "ppo_procgen --json /tmp", ["--json /tmp", "is a folder"]),
+    (speed, "--against HEAD --against-python nowhere", ["--against-python nowhere", "no such program"]),
     (speed, "--against fp32 ppo_procgen", ["ppo_procgen", "comes first"]),
     (speed, "ppo_procgen -- --resume runs/x", ["--resume", "its steps would count"]),
     (speed, "ppo_procgen --pairs 0", ["--pairs 0", "at least 1"]),

@@ -1,11 +1,16 @@
 """The fake env and the real ones obey the same contract, so that what is tested on the fake holds on the real."""
 
+import json
+import subprocess
+import sys
+
 import appo_atari
 import numpy as np
 import ppo_procgen
 import pytest
 
-from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, random_episodes
+import procgen_reference
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
 
 def breakout(num_envs, **changes):
@@ -61,7 +66,7 @@ def test_life_loss_wasted_row():
 
 
 def test_procgen_stack_and_reset():
-    """The gap stack shows frames t-3 and t; an end fills it with the new game's first frame."""
+    """The gap stack shows frames t-3 and t; an end fills it with the next episode's first frame."""
     single, gap, full = (procgen("bigfish", stack=stack) for stack in ("none", "gap", "full"))
     assert gap.single_observation_space.shape == (6, 64, 64) and full.single_observation_space.shape == (12, 64, 64)
     history = [single.reset()[0]] * 4
@@ -69,22 +74,81 @@ def test_procgen_stack_and_reset():
     rng, ends = np.random.default_rng(1), 0
     for _ in range(150):
         action = rng.integers(15, size=4)
-        frame, _, first, _, _ = single.step(action)
-        _, now, _ = single.unwrapped.env.observe()
-        assert (frame == now["rgb"].transpose(0, 3, 1, 2)).all()
+        frame, _, ended, cut, _ = single.step(action)
         history = [*history[1:], frame]
-        history = [np.where(first[:, None, None, None], frame, old) for old in history]
-        ends += first.sum()
+        history = [np.where((ended | cut)[:, None, None, None], frame, old) for old in history]
+        ends += ended.sum()
         assert (gap.step(action)[0] == np.concatenate([history[0], history[3]], 1)).all()
         assert (full.step(action)[0] == np.concatenate(history, 1)).all()
     assert ends > 3
 
 
+def test_procgen_time_limit():
+    """A time limit truncates, which the environments of the procgen package do not tell apart from an end."""
+    envs = procgen("leaper", num_envs=2)
+    for step in range(1, 501):
+        _, _, ended, cut, info = envs.step(np.full(2, 4))  # stand still
+        assert not ended.any() and cut.all() == (step == 500)
+    assert info["episode"]["l"].tolist() == [500, 500]
+
+
+def played(game, mode, num_levels):
+    """Rewards (T, N), ends (T, N), frames (T + 1, N, 64, 64, 3) of the script's environments."""
+    options = dict(env_id=game, distribution_mode=mode, num_levels=num_levels, stack="none", threads=1)
+    envs = ppo_procgen.make_envs(ppo_procgen.Args(**options), procgen_reference.NUM_ENVS, "training")
+    rewards, ends, frames = [], [], [envs.reset()[0]]
+    for action in procgen_reference.ACTIONS:
+        obs, reward, ended, cut, _ = envs.step(action)
+        rewards.append(reward)
+        ends.append(ended | cut)
+        frames.append(obs)
+    envs.close()
+    return np.array(rewards), np.array(ends), np.array(frames).transpose(0, 1, 3, 4, 2)
+
+
+FEW_PIXELS = "bossfight caveflyer climber coinrun jumper ninja".split()  # differ: another Qt draws edges
+REFERENCE = json.loads((ROOT / "tests" / "procgen_reference.json").read_text())
+
+
+@pytest.mark.parametrize("game", procgen_reference.GAMES)
+def test_procgen_equals_the_procgen_package(game):
+    """Rewards, ends and frames of OpenAI's package, as procgen_reference.py has recorded them."""
+    assert ppo_procgen.stream_seed(1, "training") == procgen_reference.RAND_SEED
+    for setting in procgen_reference.SETTINGS:
+        if setting[0] == game:
+            digests = [procgen_reference.digest(x) for x in played(*setting)]
+            expected = REFERENCE["-".join(map(str, setting))]
+            compared = 2 if game in FEW_PIXELS else 3
+            assert digests[:compared] == expected[:compared], setting
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="the procgen package has no wheel for Python 3.13")
+def test_procgen_equals_the_procgen_package_now(tmp_path):
+    """Its record is what it plays; the frames that differ do so in at most 0.13 % of the pixels."""
+    python = tmp_path / "venv" / "bin" / "python"
+    tests = ROOT / "tests"
+    (tmp_path / "frames").mkdir()
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", "-r", tests / "requirements-procgen.txt"], check=True)
+    command = [python, tests / "procgen_reference.py", tmp_path / "record.json", tmp_path / "frames"]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "record.json").read_text() == (tests / "procgen_reference.json").read_text()
+    for setting in procgen_reference.SETTINGS:
+        frames = np.load(tmp_path / "frames" / f"{'-'.join(map(str, setting))}.npy")
+        differ = (played(*setting)[2] != frames).any(-1)
+        assert differ.mean() <= (0.0013 if setting[0] in FEW_PIXELS else 0), setting
+
+
 def level_seeds(steps=200, **changes):
     envs, rng, seeds = procgen(**changes), np.random.default_rng(0), set()
+    pool = envs.unwrapped.pool
+    step = pool.step
+    infos = []
+    pool.step = lambda action: infos.append(step(action)) or infos[-1]
     for _ in range(steps):
         envs.step(rng.integers(15, size=envs.num_envs))
-        seeds |= {info["level_seed"] for info in envs.unwrapped.env.get_info()}
+        seeds |= set(infos.pop()[4]["level_seed"].tolist())
     return seeds
 
 

@@ -9,18 +9,18 @@ import torch
 import tyro
 from impala_procgen import Agent, Args, UsageError, evaluate, train, vtrace
 
-from conftest import SAME_STEP, FakeVecEnv, Snow, impala_network, random_episodes, read
+from conftest import ROOT, SAME_STEP, FakeVecEnv, Snow, giving, impala_network, random_episodes, read
 
 SHAPE = (3, 16, 16)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=64, update_epochs=1, channels=(4, 4, 4), sync=True)
-SMALL |= dict(replay_slots=0, replay_proportion=0, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+SMALL |= dict(replay_slots=0, replay_proportion=0, eval_episodes=0, quiet=True, threads=1, device="cpu")
 
 
 def run(tmp_path, envs, iterations=1, name="run", **changes):
     """Train -> the last metrics, the checkpoint."""
     args = Args(**(SMALL | dict(run_dir=str(tmp_path), run_name=name) | changes))
     args.total_timesteps = iterations * args.minibatch_size
-    metrics = train(args, envs)
+    metrics = train(args, giving(envs))
     return metrics, torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
 
 
@@ -30,35 +30,36 @@ def fake(num_envs=4, seed=0, cls=FakeVecEnv):
 
 
 def test_the_entrys_setting_matches_reference_table():
-    """The docstring's command; clip and epsilon are RLlib's 0.5 and 1e-8 over the 1,600 rows whose sum it takes."""
-    command = impala_procgen.__doc__.split("python impala_procgen.py ")[-1].split("\n\n")[0]
-    args = tyro.cli(Args, args=command.split())
+    """The docs page's command; clip and epsilon are RLlib's 0.5 and 1e-8 over the 1,600 rows whose sum it takes."""
+    page = (ROOT / "docs" / "impala_procgen.md").read_text()
+    command = page.split("python impala_procgen.py --no-sync ")[1].split("```")[0]
+    args = tyro.cli(Args, args=["--no-sync", *command.replace("\\", "").split()])
     expected = dict(num_envs=16, num_groups=2, num_steps=200, minibatch_size=1600, update_epochs=3, gamma=0.99)
     expected |= dict(lr=(0, 1e-4, 1e6, 5e-4, 8e6, 1e-4), vf_coef=0.5, ent_coef=(0.01,), stack="gap", vtrace_lambda=1)
     expected |= dict(channels=(32, 64, 64), pool="avg", input_shift=128, ortho_heads=False)
     expected |= dict(max_grad_norm=0.5 / 1600, adam_eps=1e-8 / 1600, replay_slots=0, replay_proportion=0)
-    expected |= dict(total_timesteps=8_000_000, distribution_mode="easy", num_levels=0, env_id="bigfish")
+    expected |= dict(total_timesteps=8_000_000, distribution_mode="easy", num_levels=0, env_id="bigfish", sync=False)
     assert {name: getattr(args, name) for name in expected} == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- maths
 
 
-def plain_vtrace(reward, value, done, rho, gamma, lam):
-    """V-trace by its definition's sums over the rest of each game, O(T^2); all (T, N), but value (T + 1, N)."""
+def plain_vtrace(reward, value, ended, cut, rho, gamma, lam):
+    """By its definition's sums over the rest of each episode, O(T^2); all (T, N), except value (T + 1, N)."""
     T, N = reward.shape
     rho, vs, advantage = np.minimum(rho, 1), value.copy(), np.zeros((T, N))
     for n in range(N):
         for t in range(T):
             factor = 1.0
             for k in range(t, T):
-                following = 0.0 if done[k, n] else value[k + 1, n]
+                following = 0.0 if ended[k, n] else value[k + 1, n]
                 vs[t, n] += factor * rho[k, n] * (reward[k, n] + gamma * following - value[k, n])
                 factor *= gamma * lam * rho[k, n]
-                if done[k, n]:
+                if ended[k, n] or cut[k, n]:
                     break
         for t in range(T):
-            following = 0.0 if done[t, n] else vs[t + 1, n]
+            following = 0.0 if ended[t, n] else value[t + 1, n] if cut[t, n] else vs[t + 1, n]
             advantage[t, n] = rho[t, n] * (reward[t, n] + gamma * following - value[t, n])
     return vs[:-1], advantage
 
@@ -68,13 +69,14 @@ def tensors(*arrays):
 
 
 def test_vtrace_equals_its_definition():
-    """Weights on both sides of the limit, games that end anywhere, the last row too."""
+    """Weights on both sides of the limit, episodes that end or are cut anywhere, in the last row too."""
     rng = np.random.default_rng(0)
     reward, value, rho = rng.normal(size=(30, 6)), rng.normal(size=(31, 6)), np.exp(rng.normal(size=(30, 6)))
-    done = rng.random((30, 6)) < 0.2
-    done[-1, 0] = True
-    vs, advantage = vtrace(*tensors(reward, value, done, rho), 0.97, 0.7)
-    expected = plain_vtrace(reward, value, done, rho, 0.97, 0.7)
+    ended, cut = rng.random((2, 30, 6)) < 0.2
+    ended[-1, 0] = cut[-1, 1] = True
+    cut &= ~ended
+    vs, advantage = vtrace(*tensors(reward, value, ended, ended | cut, rho), 0.97, 0.7)
+    expected = plain_vtrace(reward, value, ended, cut, rho, 0.97, 0.7)
     np.testing.assert_allclose(vs, expected[0], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(advantage, expected[1], rtol=1e-12, atol=1e-12)
 
@@ -82,10 +84,10 @@ def test_vtrace_equals_its_definition():
 def test_vtrace_on_policy_is_the_discounted_return():
     """Remark 1 of the paper, and a policy that would never act so (rho = 0) learns nothing."""
     reward, value, zeros, ones = tensors([[1], [2], [4]], [[7], [7], [7], [8]], [[0]] * 3, [[1]] * 3)
-    vs, advantage = vtrace(reward, value, zeros, ones, 0.5, 1)
+    vs, advantage = vtrace(reward, value, zeros, zeros, ones, 0.5, 1)
     assert vs.flatten().tolist() == [1 + 1 + 1 + 1, 2 + 2 + 2, 4 + 4]
     assert advantage.flatten().tolist() == [4 - 7, 6 - 7, 8 - 7]
-    vs, advantage = vtrace(reward, value, zeros, 0 * ones, 0.5, 1)
+    vs, advantage = vtrace(reward, value, zeros, zeros, 0 * ones, 0.5, 1)
     assert torch.equal(vs, value[:-1]) and not advantage.any()
 
 
@@ -129,7 +131,8 @@ def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
             if p == 0:
                 mu.append(action_logp.detach())  # of acting: the weights before the first pass
             ratio = (action_logp.detach() - mu[b]).exp()
-            vs, advantage = tensors(*plain_vtrace(reward, value.detach().numpy(), done, ratio.numpy(), 0.9, 0.8))
+            critic = value.detach().numpy()  # truncations count as ends
+            vs, advantage = tensors(*plain_vtrace(reward, critic, done, 0 * done, ratio.numpy(), 0.9, 0.8))
             if p == 0:
                 explained = 1 - ((vs - value[:16].detach()).var() / vs.var()).item()
             sums = [-(action_logp * advantage).sum(), ((value[:16] - vs) ** 2).sum() / 2, -(logp.exp() * logp).sum()]
@@ -195,10 +198,18 @@ def test_replay_ring_and_proportion(tmp_path, monkeypatch):
 
 
 def test_what_is_refused(tmp_path):
-    """Before anything is written: batches of parts of rollouts, and groups of other sizes than was said."""
-    with pytest.raises(UsageError, match="2 groups of 2"):
-        run(tmp_path, [fake(2)], num_groups=2)
-    for wrong in (dict(minibatch_size=96), dict(num_groups=3), dict(update_epochs=0), dict(replay_proportion=0.5)):
+    """Before anything is written: parts of rollouts as batches, groups of another size, endless replay (D7)."""
+    with pytest.raises(UsageError, match="must return 2 .* not 4 "):
+        run(tmp_path, [fake(4)], num_groups=2)
+    for wrong in (
+        dict(minibatch_size=96),
+        dict(num_groups=3),
+        dict(num_groups=0),
+        dict(update_epochs=0),
+        dict(vtrace_lambda=1.5),
+        dict(replay_proportion=0.5),
+        dict(replay_proportion=100.5, replay_slots=1),
+    ):
         with pytest.raises(UsageError, match=next(iter(wrong)).replace("_", "-")):
             run(tmp_path, [fake()], **wrong)
     with pytest.raises(UsageError, match="at least 64"):

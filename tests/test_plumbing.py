@@ -3,30 +3,35 @@
 The plumbing is one text in all five files (test_repo.py compares), so what is in it is tested with one of them.
 """
 
+import contextlib
 import importlib
 import json
+import math
 import os
+import pty
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+import typing
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import tyro
-from gymnasium.spaces import Box
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows, spy_on, timeless
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, giving, random_episodes, rows, spy_on, timeless
 
-COMMON = "--num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2 --device cpu --torch-threads 1"
+COMMON = "--num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2 --device cpu --threads 1"
 PROCGEN = f"{COMMON} --env-id leaper --channels 4 4 4"
 ATARI = f"{COMMON} --env-id Breakout --max-episode-steps 30"
 KINDS = {  # the flags of a real run of a second or two
@@ -69,8 +74,8 @@ class Script:
         options = dict(eval_episodes=0, quiet=True, run_name="a", total_timesteps=ITERATION) | changes
         args = tyro.cli(self.module.Args, args=KINDS[self.name].split())
         if hasattr(args, "num_groups"):
-            options, envs = options | dict(num_groups=1), [envs]
-        return self.module.train(replace(args, **options), envs)
+            options["num_groups"] = 1
+        return self.module.train(replace(args, **options), giving(envs))
 
 
 @pytest.fixture(params=["ppo_procgen"])  # one for what is the same text in all five
@@ -102,10 +107,11 @@ def test_files_of_a_run(script, capfd):
     out, error = capfd.readouterr()
     assert not error and "Gym" not in out  # gym's banner
     assert out.count("\nstep ") == 3 and out.count(f"\n{split}: return ") == 2
-    assert out.rpartition("\n")[0].splitlines()[-2] == "trained to step 192, evaluating; again: --resume runs/a"
-    config = json.loads((folder / "config.json").read_text())
-    assert config["script"] == script.name and config["args"]["num_envs"] == 4
-    assert {"git", "cpu", "gpu", "torch", "ranks"} <= config.keys()
+    assert out.rpartition("\n")[0].splitlines()[-2] == "trained to step 192, evaluating"
+    (config,) = json.loads((folder / "config.json").read_text())
+    assert config["script"] == script.name and config["args"]["num_envs"] == 4 and config["step"] == 0
+    assert {"git", "cpu", "gpu", "python", "packages", "ranks"} <= config.keys()
+    assert {"torch", "numpy", "gymnasium", "envpool"} == config["packages"].keys()
     table = rows(folder)
     assert set(COLUMNS.split()) <= table[0].keys()
     assert [row["step"] for row in table] == ["64", "128", "192"]  # the total is floored to whole iterations
@@ -126,43 +132,118 @@ def test_files_of_a_run(script, capfd):
 
 
 @each_script
-def test_environments_of_ones_own_and_switches(script, monkeypatch):
-    """Their name is recorded, the agent comes back; autocast and the compiler change neither its kind nor much else."""
+def test_own_environments_and_switches(script, monkeypatch):
+    """The agent comes back; autocast and the compiler change neither its kind nor much else."""
     norms, saved, compiled = [], [], []
-    monkeypatch.setattr(torch, "compile", lambda network: compiled.append(network) or network)  # pytest --compile does
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))  # pytest --compile does
     for name, options in (("a", {}), ("b", dict(precision="bf16", compile=True))):
         result = script.train(script.fake(num_actions=1), run_name=name, **options)
-        config = json.loads((script.folder.parent / name / "config.json").read_text())
-        assert config["args"]["env_id"] == "FakeVecEnv"
         norms.append(result["train/grad_norm"])
         saved.append(dict(load(script.folder.parent / name)["agent"]))
         assert equal(dict(result["agent"].state_dict()), saved[-1])
     assert norms[1] == pytest.approx(norms[0], rel=0.1) and norms[1] != norms[0] and len(compiled) == 1
     torch.testing.assert_close(saved[1], saved[0], rtol=0.1, atol=0.01)  # dtypes and names too
-    for wrong in (script.fake(num_envs=3), FakeVecEnv(random_episodes(4), script.other, shape=script.shape)):
-        with pytest.raises(script.module.UsageError, match="--num-envs"):
-            script.train(wrong, run_name="x")
-    for flag in ("max_grad_norm", "env_threads", "torch_threads", "eval_every"):
-        with pytest.raises(script.module.UsageError, match=f"--{flag.replace('_', '-')} -1: at least 0"):
-            script.train(script.fake(), run_name="x", **{flag: -1})
-    channels_last = script.fake()
-    channels_last.single_observation_space = Box(0, 255, (64, 64, 12), np.uint8)
-    with pytest.raises(script.module.UsageError, match="^observations .*64, 64, 12"):
-        script.train(channels_last, run_name="x")
-    floats = script.fake()
-    floats.single_observation_space = Box(0, 1, script.shape, np.float32)  # cast to bytes they would be black
-    with pytest.raises(script.module.UsageError, match="uint8"):
-        script.train(floats, run_name="x")
-    assert not (script.folder.parent / "x").exists()
+
+
+ACTIONS = [gym.spaces.MultiBinary(4), gym.spaces.Discrete(4, start=1), gym.spaces.Box(-1, 1, (2,))]
+ACTIONS += [gym.spaces.MultiDiscrete([2, 2])]
 
 
 @each_script
-@pytest.mark.filterwarnings("ignore:.*FakeVecEnv")  # tyro's: no choice of --env-id
-def test_a_run_on_ones_own_environment_needs_it_to_go_on(script, capfd):
-    """The command line has no such game, and says so; procgen would abort the process."""
-    script.train(script.fake())
-    assert script.resume("--total-timesteps", 2 * ITERATION) == 2
-    assert "--env-id FakeVecEnv" in capfd.readouterr().err
+def test_wrong_environments_are_refused(script, monkeypatch):
+    """Before the run's folder exists."""
+
+    def refuse(words, envs):
+        with pytest.raises(script.module.UsageError, match=words):
+            script.train(envs, run_name="x")
+        assert not (script.folder.parent / "x").exists()
+
+    refuse("make_envs", script.fake(num_envs=3))
+    refuse("make_envs", FakeVecEnv(random_episodes(4), script.other, shape=script.shape))
+    for space in ACTIONS:
+        envs = script.fake()
+        envs.single_action_space = space
+        refuse("actions", envs)
+    for frames in (lambda x: x.transpose(0, 2, 3, 1), lambda x: np.float32(x / 255), lambda x: x[..., 0]):
+        envs = script.fake()
+        reset = envs.reset
+        monkeypatch.setattr(envs, "reset", lambda frames=frames, reset=reset, **k: (frames(reset()[0]), {}))
+        refuse("observations", envs)
+
+
+@each_script
+def test_own_environments_are_evaluated_and_resumed(script):
+    """With a make_envs for all of it, and statistics of unshaped, whole episodes."""
+    args = tyro.cli(script.module.Args, args=KINDS[script.name].split())
+    args = replace(args, env_id="toy", run_name="a", quiet=True, total_timesteps=ITERATION)
+    streams = []
+
+    def make_envs(args, num_envs, stream):
+        streams.append(stream)
+        return FakeVecEnv([[([1.0] * 7, "terminated")]] * num_envs, script.autoreset, shape=script.shape)
+
+    result = script.module.train(args, make_envs)
+    assert set(result["eval"]["splits"][script.split]["returns"]) == {7}
+    assert result["episode/return"] == result["episode/length"] == 7
+    words = ["--resume", "runs/a", "--total-timesteps", str(2 * ITERATION)]
+    assert script.module.main(words, make_envs) == 0
+    assert load(script.folder)["step"] == 2 * ITERATION and len(rows(script.folder)) == 2
+    assert sum(stream == script.evaluated for stream in streams) == 0 and len(set(streams)) >= 3
+
+
+class Toy(gym.Env):
+    """Seven steps with a reward of 1 each."""
+
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, shape):
+        self.observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
+
+    def frame(self):
+        return np.full(self.observation_space.shape, 9 * self.t, np.uint8)
+
+    def reset(self, seed=None, options=None):
+        self.t = 0
+        return self.frame(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.frame(), 1.0, self.t >= 7, False, {}
+
+
+@each_script
+def test_environments_that_report_episodes_themselves(script):
+    """RecordEpisodeStatistics inside: their unshaped returns are logged."""
+
+    class Shaped(gym.vector.VectorWrapper):
+        def step(self, actions):
+            obs, reward, *rest = self.env.step(actions)
+            return obs, reward * 100, *rest
+
+    vector = gym.vector.SyncVectorEnv([lambda: Toy(script.shape)] * 4, autoreset_mode=script.autoreset)
+    envs = Shaped(gym.wrappers.vector.RecordEpisodeStatistics(vector))
+    result = script.train(envs)
+    assert result["episode/return"] == result["episode/length"] == 7
+
+    each = [lambda: gym.wrappers.RecordEpisodeStatistics(Toy(script.shape))] * 4
+    result = script.train(gym.vector.SyncVectorEnv(each, autoreset_mode=script.autoreset), run_name="b")
+    assert result["episode/return"] == result["episode/length"] == 7
+
+
+@each_script
+def test_integer_flags_of_ends_are_flags(script):
+    """~1 is -2: as a mask it would turn the loss around."""
+    results = []
+    for name, kind in (("a", bool), ("b", np.int64)):
+
+        class Typed(gym.vector.VectorWrapper):
+            def step(self, actions, kind=kind):
+                obs, reward, terminated, truncated, info = self.env.step(actions)
+                return obs, reward, terminated.astype(kind), truncated.astype(kind), info
+
+        script.train(Typed(script.fake()), run_name=name)
+        results.append(timeless(script.folder.parent / name))
+    assert results[0] == results[1]
 
 
 def test_a_log_file_has_each_line_at_once(script, monkeypatch):
@@ -208,10 +289,15 @@ def test_a_resumed_run_has_to_beat_the_best(script, monkeypatch):
     assert load(script.folder, "best.pt")["best"] == 10
 
 
-def test_threads(script):
-    for threads, expected in ((2, 2), (0, len(os.sched_getaffinity(0)))):
-        script.module.set_up(script.module.Args(device="cpu", torch_threads=threads))
+def test_threads(script, monkeypatch):
+    """All cores that the process may use: its affinity mask, its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    for threads, expected in ((2, 2), (0, cores)):
+        script.module.set_up(script.module.Args(device="cpu", threads=threads))
         assert torch.get_num_threads() == expected
+    for text, expected in (("max 100000", cores), ("150000 100000", min(cores, 2)), ("50000 100000", 1)):
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
+        assert script.module.available_cores() == expected
 
 
 @each_script
@@ -240,7 +326,7 @@ def test_resume_goes_on_with_the_learner(script, monkeypatch):
         patch.setattr(*where, stop)  # before anything is learned
         code, again = run(script.resume, *flags)
     assert code == 130 and equal(again | dict(args=0), first | dict(args=0))
-    assert again["args"] == first["args"] | dict(total_timesteps=2 * ITERATION, gamma=0.7, resume="runs/a")
+    assert again["args"] == first["args"] | dict(total_timesteps=2 * ITERATION, gamma=0.7)
     code, last = run(script.resume, *flags)
     assert code == 0 and last["step"] == 2 * ITERATION and not equal(last["agent"], first["agent"])
     assert names[1] == names[2] and not names[0] & names[1] and 0 < len(names[0]) == len(names[1])
@@ -248,7 +334,7 @@ def test_resume_goes_on_with_the_learner(script, monkeypatch):
 
 
 def test_resume_writes_no_step_twice(script):
-    """Rows beyond the checkpoint go, half a row too, columns are kept by name; TensorBoard is told with a purge."""
+    """Rows beyond the checkpoint go, half a row too; TensorBoard is told with a purge."""
     folder = script.folder
     script.main("--total-timesteps", ITERATION, "--run-name", "a", "--eval-episodes", 0)
     old = (folder / "checkpoint.pt").read_bytes()
@@ -256,12 +342,13 @@ def test_resume_writes_no_step_twice(script):
     script.resume("--total-timesteps", 3 * ITERATION)
     (folder / "checkpoint.pt").write_bytes(old)  # as if killed before the next one was written
     lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
-    moved = [",".join([line[0], "x" if i == 0 else "7", *line[1:]]) for i, line in enumerate(lines)]
-    (folder / "metrics.csv").write_text("\n".join(moved) + "\n6")  # cut short: of step 64
+    assert [line[0] for line in lines] == ["step", "64", "128", "192"]
+    with open(folder / "metrics.csv", "a") as file:
+        file.write("6")  # cut short
     time.sleep(1.1)
     assert script.resume("--total-timesteps", 2 * ITERATION) == 0
     table = rows(folder)
-    assert [(row["iteration"], row["x"]) for row in table] == [("1", "7"), ("2", "")]
+    assert [row["iteration"] for row in table] == ["1", "2"]
     events = EventAccumulator(str(folder)).Reload().Scalars("loss/value")
     assert [event.step for event in events] == [64, 128]
     assert [event.value for event in events] == pytest.approx([float(row["loss/value"]) for row in table], rel=1e-4)
@@ -279,18 +366,60 @@ class Failing(FakeVecEnv):
 
 @each_script
 @pytest.mark.parametrize("error", [ValueError("a broken game"), None])
-def test_a_failure_keeps_what_was_learned(script, error, capfd):
-    """The last whole iteration is on disk, whatever --checkpoint-every says; weights of a loss that is NaN are not."""
+def test_a_failure_keeps_the_last_checkpoint(script, error, capfd):
+    """An error in an environment or a loss that is NaN does not touch it; nothing is left running."""
     envs = script.fake(Failing)
     envs.at, envs.error = 16 + 5 + 8 * ("--warmup-steps" in KINDS[script.name]), error
     with pytest.raises(type(error) if error else FloatingPointError, match=None if error else "after step 64"):
-        script.train(envs, total_timesteps=3 * ITERATION, checkpoint_every=300 if error else 0)
+        script.train(envs, total_timesteps=3 * ITERATION, checkpoint_every=0)
     saved = load(script.folder)
     assert saved["step"] == ITERATION and len(rows(script.folder)) == 1
     assert all(torch.isfinite(weight).all() for weight in saved["agent"].values())
-    message = "stopped, saved at step 64: --resume runs/a\n" if error else ""
-    assert capfd.readouterr().err == message
-    assert not any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate())  # actors
+    assert not any(thread.name.startswith("actor") for thread in threading.enumerate())
+
+
+@each_script
+@pytest.mark.parametrize("how", ["last iteration", "next rollout", "Ctrl-C"])
+def test_divergence_keeps_the_last_checkpoint(script, how, monkeypatch):
+    """One huge SGD step leaves finite weights whose outputs are not: the bytes of checkpoint.pt do not change."""
+    script.train(script.fake())
+    before = (script.folder / "checkpoint.pt").read_bytes()
+    if how == "Ctrl-C":
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(script.module.Run, "log", interrupt)
+    iterations = {"last iteration": 2, "next rollout": 4, "Ctrl-C": 4}[how]
+    options = dict(
+        lr=(1e30,), update_epochs=1, resume="runs/a", checkpoint_every=300, total_timesteps=iterations * ITERATION
+    )
+    with pytest.raises(FloatingPointError):
+        script.train(script.fake(), **options)
+    assert (script.folder / "checkpoint.pt").read_bytes() == before
+
+
+def test_non_finite_weights_are_not_saved(script, monkeypatch):
+    """Also those that no output shows, and in best.pt."""
+    script.train(script.fake())
+    for name in ("checkpoint.pt", "best.pt"):
+        run = types_of_run(script)
+        bad = {"agent": {"weight": torch.tensor([1.0, float("nan")])}}
+        with pytest.raises(FloatingPointError):
+            run.save(name, bad, [torch.zeros(1)])
+        run.close()
+    assert not (script.folder / "best.pt").exists()
+
+
+def types_of_run(script):
+    args = replace(script.module.Args(), resume="runs/a", quiet=True)
+    return script.module.Run(args, torch.device("cpu"), ITERATION, ITERATION)
+
+
+def test_sampling_refuses_logits_that_are_not_finite(script):
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(FloatingPointError):
+            script.module.sample(torch.tensor([[0.0, bad]]))
 
 
 def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capfd):
@@ -298,23 +427,214 @@ def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capf
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    spy_on(monkeypatch, script.module, "sample", signals)
-    spy_on(monkeypatch, torch, "save", signals)  # which is not yet on disk
+    sampled = []
+    spy_on(monkeypatch, torch, "save", lambda *_: sampled and signals())  # which is not yet on disk
+    spy_on(monkeypatch, script.module, "sample", lambda *_: sampled.append(signals()))
     assert script.main("--total-timesteps", ITERATION, "--run-name", "a") == 130
     assert load(script.folder)["step"] == 0 and "saved at step 0" in capfd.readouterr().err
 
 
-def test_a_signal_does_not_cut_the_saving_of_a_failed_run_short(script, monkeypatch, capfd):
-    """torchrun sends SIGTERM to a rank that is just saving because it has lost another one."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_handled_as_before_after_main(script, monkeypatch, number):
+    """For every exit code, in this process and so in its children."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def check(code, *flags):
+        assert script.main(*flags) == code
+        assert [signal.getsignal(number) for number in numbers] == before
+
+    check(2, "--lr", -1)
+    check(0, "--total-timesteps", ITERATION, "--eval-episodes", 0)
+    with monkeypatch.context() as patch:
+        spy_on(patch, script.module, "sample", lambda *_: os.kill(os.getpid(), number))
+        check(130, "--total-timesteps", ITERATION, "--run-name", "a")
+    assert load(script.folder)["step"] == 0
 
     def fail(*_):
-        raise RuntimeError("a lost rank")
+        raise RuntimeError("a bug")
 
     spy_on(monkeypatch, script.module, "sample", fail)
-    spy_on(monkeypatch, torch, "save", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(RuntimeError, match="a lost rank"):
-        script.main("--total-timesteps", ITERATION, "--run-name", "a")
-    assert load(script.folder)["step"] == 0 and "saved at step 0" in capfd.readouterr().err
+    with pytest.raises(RuntimeError):
+        script.main("--total-timesteps", ITERATION)
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_main_in_a_thread(script):
+    codes = []
+    flags = ("--total-timesteps", ITERATION, "--eval-episodes", 0)
+    thread = threading.Thread(target=lambda: codes.append(script.main(*flags)))
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def test_train_leaves_no_threads_or_files(script):
+    """A sweep in one process: TensorBoard's writer and the table are closed."""
+    counts = []
+    for i in range(5):
+        script.train(script.fake(), run_name=f"run{i}")
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    assert counts[1] == counts[4]
+
+
+def test_two_runs_never_share_a_folder(script):
+    """Runs of one second get a folder each; of one name exactly one wins; a folder in use is not resumed."""
+    args = replace(script.module.Args(env_id="toy"), run_dir="many")
+    assert len({script.module.make_folder(args) for _ in range(20)}) == 20
+    script.module.make_folder(replace(args, run_name="b"))
+    with pytest.raises(script.module.UsageError, match="--resume many/b"):
+        script.module.make_folder(replace(args, run_name="b"))
+    script.train(script.fake())
+    run = types_of_run(script)
+    with pytest.raises(script.module.UsageError, match="another process"):
+        script.train(script.fake(), resume="runs/a", total_timesteps=2 * ITERATION)
+    run.close()
+    script.train(script.fake(), resume="runs/a", total_timesteps=2 * ITERATION)
+    assert len(rows(script.folder)) == 2
+
+
+def test_config_keeps_every_part(script):
+    script.train(script.fake())
+    script.train(script.fake(), resume="runs/a", gamma=0.5, total_timesteps=2 * ITERATION)
+    first, second = json.loads((script.folder / "config.json").read_text())
+    assert (first["step"], first["args"]["gamma"]) == (0, 0.99)
+    assert (second["step"], second["args"]["gamma"]) == (ITERATION, 0.5)
+
+
+def test_a_run_that_is_killed_at_once_can_be_resumed(script, monkeypatch):
+    """Its first checkpoint is written before its first step."""
+
+    def kill(*_):
+        raise SystemError  # nothing is saved after it, as after kill -9
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.module, "sample", kill)
+        with pytest.raises(SystemError):
+            script.train(script.fake())
+    assert load(script.folder)["step"] == 0
+    script.train(script.fake(), resume="runs/a")
+    assert [row["step"] for row in rows(script.folder)] == [str(ITERATION)]
+
+
+def test_resume_from_python_keeps_the_runs_flags(script):
+    """Given are those that differ from the defaults."""
+    script.train(script.fake(), gamma=0.5, seed=7, lr=(1e-3,))
+    args = script.module.Args(resume="runs/a", total_timesteps=2 * ITERATION, gae_lambda=0.5)
+    script.module.train(args, giving(script.fake()))
+    saved = load(script.folder)["args"]
+    assert (saved["gamma"], saved["seed"], saved["lr"], saved["gae_lambda"]) == (0.5, 7, (1e-3,), 0.5)
+
+
+def test_flags_built_in_python_become_plain(script):
+    """Numpy's numbers, paths, a single rate: the checkpoint has Python's own types and can be read."""
+    options = dict(gamma=np.float64(0.98), num_steps=np.int64(16), clip=np.float32(0.25), run_dir=Path("runs"))
+    script.train(script.fake(), **options, lr=3e-4, total_timesteps=np.float64(ITERATION))
+    saved = load(script.folder)["args"]
+    assert saved["lr"] == (3e-4,) and saved["run_dir"] == "runs" and saved["clip"] == 0.25
+    for value in saved.values():
+        assert type(value) in (bool, int, float, str, tuple)
+
+
+@each_script
+def test_every_flag_is_checked(script):
+    """nan, inf and -1 for each number; choices too; nothing is written."""
+    module = script.module
+    tried = 0
+    for name, kind in typing.get_type_hints(module.Args).items():
+        wrong = {int: (-1, 1.5, 2**64), float: (-1.0, math.nan, math.inf), bool: ("no",)}.get(kind, ())
+        if typing.get_origin(kind) is typing.Literal:
+            wrong = ("x", 3)
+        elif typing.get_origin(kind) is tuple:
+            wrong = ((-1.0,), (math.nan,), "x")
+        for value in wrong:
+            tried += 1
+            with pytest.raises(module.UsageError, match=f"--{name.replace('_', '-')}"):
+                script.train(script.fake(), run_name="x", **{name: value})
+    for name in module.AT_MOST_1.split():
+        with pytest.raises(module.UsageError, match=f"--{name.replace('_', '-')}"):
+            script.train(script.fake(), run_name="x", **{name: 1.5})
+    for name in module.AT_LEAST_1.split():
+        with pytest.raises(module.UsageError, match=f"--{name.replace('_', '-')}"):
+            script.train(script.fake(), run_name="x", **{name: 0})
+    assert tried > 60 and not (script.folder.parent / "x").exists()
+
+
+@each_script
+def test_fixed_flags_cannot_change(script, capfd):
+    """One line with the flag and both values."""
+    script.main("--total-timesteps", ITERATION, "--run-name", "a", "--eval-episodes", 0)
+    game = "maze" if script.split == "test" else "Pong"
+    assert script.resume("--env-id", game) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and "--env-id" in error and game in error
+
+
+def test_a_renamed_copy_resumes(tmp_path):
+    """Under another name, and with a flag more; a flag that it does not know is named."""
+    text = (ROOT / "ppo_procgen.py").read_text()
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "more.py").write_text(text.replace("    seed: int = 1", "    new: int = 3  # new\n    seed: int = 1"))
+
+    def run(*words):
+        command = [sys.executable, "-OO", *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    flags = [*PROCGEN.split(), "--eval-episodes", 0, "--run-name", "a"]
+    assert run(ROOT / "ppo_procgen.py", *flags, "--total-timesteps", 64).returncode == 0
+    assert run("mine.py", "--resume", "runs/a", "--total-timesteps", 128).returncode == 0
+    assert run("more.py", "--resume", "runs/a", "--total-timesteps", 192).returncode == 0
+    last = run("mine.py", "--resume", "runs/a", "--total-timesteps", 256)
+    assert last.returncode == 2 and "new" in last.stderr and last.stderr.count("\n") == 1
+
+
+def test_a_folder_with_quotes_and_no_git(script, monkeypatch, tmp_path):
+    """The path reaches no shell; without git the revision is null."""
+    folder = tmp_path / "O'Neil; touch harm"
+    folder.mkdir()
+    shutil.copy(ROOT / "ppo_procgen.py", folder)
+    command = [sys.executable, "ppo_procgen.py", *PROCGEN.split(), "--eval-episodes", "0", "--run-name", "a"]
+    done = subprocess.run([*command, "--total-timesteps", "64"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "runs/a/config.json").read_text())[0]["git"] is None and not list(
+        tmp_path.rglob("harm")
+    )
+    monkeypatch.setenv("PATH", "")
+    script.train(script.fake())
+    assert json.loads((script.folder / "config.json").read_text())[0]["git"] is None
+
+
+def test_a_damaged_table(script):
+    """A NUL line, a byte-order mark, half a row: the run goes on behind its last good row."""
+    script.train(script.fake())
+    path = script.folder / "metrics.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\0\0\0\n" + b"12")
+    script.train(script.fake(), resume="runs/a", total_timesteps=2 * ITERATION)
+    table = path.read_text(encoding="utf-8-sig").splitlines()
+    assert [line.split(",")[0] for line in table] == ["step", "64", "128"]
+
+
+def test_a_folder_that_is_gone_is_made_again(script, monkeypatch, capfd):
+    spy_on(monkeypatch, script.module.Run, "log", lambda *_: shutil.rmtree(script.folder))
+    script.train(script.fake())
+    assert load(script.folder)["step"] == ITERATION and "runs/a is gone" in capfd.readouterr().err
+
+
+def test_the_bar_and_the_lines(script):
+    """`> log` from a terminal: the terminal has the bar, the log has the lines."""
+    main, child = pty.openpty()
+    command = [sys.executable, ROOT / "ppo_procgen.py", *PROCGEN.split(), "--eval-episodes", "0"]
+    with open("log", "w") as log:
+        termios.tcsetwinsize(child, (24, 80))
+        process = subprocess.Popen([*command, "--total-timesteps", "64"], stdout=log, stderr=child)
+        os.close(child)
+        seen = b""
+        with contextlib.suppress(OSError):  # the terminal ends with the process
+            while piece := os.read(main, 4096):
+                seen += piece
+        assert process.wait() == 0
+    os.close(main)
+    assert "step 64" in Path("log").read_text() and b"steps" in seen
 
 
 @pytest.mark.parametrize("name", ["ppo_procgen", "ppo_atari_rnd", "impala_procgen", "appo_atari"])
@@ -328,7 +648,7 @@ def test_command_line_alone_in_an_empty_folder(name, tmp_path):
     next(lines), next(lines)
     process.send_signal(signal.SIGINT if "--num-groups" in command else signal.SIGTERM)
     _, error = process.communicate(timeout=120)
-    message = r"stopped, saved at step [\d,]+: --resume runs/a\n"
+    message = r"stopped, saved at step [\d,]+: --resume runs/a continues\n"
     assert process.returncode == 130 and re.fullmatch(message, error), error
     assert load(tmp_path / "runs/a")["step"] >= ITERATION
 
@@ -340,6 +660,11 @@ BAD["ppo_procgen"] = [
     ("--total-timesteps 63", "--total-timesteps 63 64"),
     ("--seed -1", "--seed"),
     ("--num-steps -3", "--num-steps"),
+    ("--lr 1e-3 0", "--lr"),
+    ("--kl-target 0", "--kl-target"),
+    ("--env-id bigfis", "--env-id bigfish"),
+    ("--num-levels 3000000000", "--num-levels"),
+    ("--eval-every 64 --eval-episodes 0", "--eval-every"),
     ("--lr 5 1e-4 1 1e-4", "--lr"),
     ("--ent-coef 5 1e-4 1", "--ent-coef"),
     ("--device cuda:99", "--device cuda:99 auto"),
@@ -355,15 +680,12 @@ BAD["ppo_atari_rnd"] = [
 
 
 @pytest.mark.parametrize("script", BAD, indirect=True)
-def test_bad_input(script, capfd, tmp_path, monkeypatch):
-    """Exit code 2, or 1 for the machine's no; one line that names the flag and what is allowed; nothing is written."""
+def test_bad_input(script, capfd, tmp_path):
+    """Exit code 2; one line that names the flag and what is allowed; nothing is written."""
     (tmp_path / "file").write_text("")
     (tmp_path / "runs/b").mkdir(parents=True)
-    package = "procgen" if script.name == "ppo_procgen" else "envpool"
-    for flags, words in [*BAD[script.name], ("", package)]:
-        if not flags:
-            monkeypatch.setitem(sys.modules, package, None)  # not installed
-        assert script.main(*flags.split()) == (2 if flags not in ("", "--run-dir file") else 1), flags
+    for flags, words in BAD[script.name]:
+        assert script.main(*flags.split()) == 2, flags
         error = capfd.readouterr().err
         assert error.count("\n") == 1 and all(word in error for word in words.split()), error
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "file", "runs"]
@@ -380,7 +702,8 @@ def test_bad_checkpoints(script, capfd):
     path, saved = script.folder / "checkpoint.pt", load(script.folder)
     whole = path.read_bytes()
     other_version = saved | dict(args=saved["args"] | dict(new_flag=1))
-    for bad in (b"", whole[:3000], saved | dict(args=Bomb()), saved | dict(script="no"), other_version, [1, 2]):
+    first_edition = {name: x for name, x in saved.items() if name != "iteration"}
+    for bad in (b"", whole[:3000], saved | dict(args=Bomb()), first_edition, other_version, [1, 2]):
         if isinstance(bad, bytes):
             path.write_bytes(bad)
         else:
@@ -398,13 +721,13 @@ def test_a_full_disk(script, capfd, monkeypatch):
     """Exit code 1, one line, the last good checkpoint untouched; later the run goes on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(metrics, *_):
+    def fill(result, run, metrics):
         if metrics["step"] == 2 * ITERATION:  # beyond this size an OSError in mid-write, as of a full disk
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
 
     flags = ("--total-timesteps", 3 * ITERATION, "--eval-episodes", 0, "--checkpoint-every", 0, "--quiet")
     with monkeypatch.context() as patch:
-        spy_on(patch, script.module.Logger, "log", fill)
+        spy_on(patch, script.module.Run, "log", fill)
         try:
             assert script.main(*flags, "--run-name", "a") == 1
         finally:

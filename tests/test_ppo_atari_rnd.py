@@ -14,7 +14,7 @@ from conftest import Games, RareDoor, plain_deviation, plain_gae, plain_standard
 
 SHAPE, WARMUP, T, N = (4, 44, 44), 3, 8, 4
 SMALL = dict(num_envs=N, num_steps=T, minibatch_size=16, update_epochs=1, warmup_steps=WARMUP, rnd_features=8)
-SMALL |= dict(eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+SMALL |= dict(eval_episodes=0, quiet=True, threads=1, device="cpu")
 run = conftest.runner(ppo_atari_rnd, SMALL)
 
 
@@ -29,7 +29,7 @@ def test_defaults_match_reference_table():
     """OpenAI's published setting."""
     expected = dict(num_envs=128, num_steps=128, minibatch_size=4096, update_epochs=4, gamma=0.999, gamma_int=0.99)
     expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=(0.001,), ext_coef=2, int_coef=1, lr=(1e-4,))
-    expected |= dict(repeat_action_probability=0.25, noop_max=1, fire_reset=False, episodic_life=False, stack=4)
+    expected |= dict(repeat_action_probability=0.25, noop_max=1, fire_reset=False, stack=4)
     expected |= dict(adam_eps=1e-8, max_grad_norm=0, max_episode_steps=4500, frame_size=84, predictor_share=0)
     expected |= dict(rnd_features=512, warmup_steps=6400, env_id="MontezumaRevenge")
     expected |= dict(total_timesteps=30_000 * 128 * 128)
@@ -39,7 +39,7 @@ def test_defaults_match_reference_table():
 def test_network_sizes_and_initial_weights():
     """Layer by layer as in the authors' cnn_policy_param_matched.py and cnn_gru_policy_dynamics.py."""
     agent, gru = (Agent((4, 84, 84), 18, Args(memory=memory)) for memory in ("none", "gru"))
-    rnd = RND((1, 84, 84), 512)
+    rnd = RND((1, 84, 84), Args())
     trunk = 4 * 64 * 32 + 32 + 32 * 16 * 64 + 64 + 64 * 16 * 64 + 64 + 6 * 6 * 64 * 256 + 256
     assert conftest.num_weights(agent) == trunk + 256 * 448 + 448 + 2 * (448 * 448 + 448) + 449 * 20
     gates = 3 * 2 * (256 * 256 + 256)  # PyTorch's cell has two biases a gate
@@ -58,7 +58,7 @@ def test_network_sizes_and_initial_weights():
 def plain_convolutions(w, name, x):
     for i, stride in ((0, 4), (2, 2), (4, 1)):
         x = F.conv2d(x, w[f"{name}.{i}.weight"], w[f"{name}.{i}.bias"], stride)
-        x = F.relu(x) if name == "convs" else F.leaky_relu(x, 0.2)
+        x = F.relu(x) if name == "trunk" else F.leaky_relu(x, 0.2)
     return x.flatten(1)
 
 
@@ -68,7 +68,7 @@ def plain_linear(w, name, x):
 
 def plain_agent(w, obs, memory, before):
     """(L, B, C, S, S) -> logits and values, (L, B, ...), memory (B, 256); after a row where `before` it begins anew."""
-    x = plain_convolutions(w, "convs", obs.flatten(0, 1).double() / 255)
+    x = plain_convolutions(w, "trunk", obs.flatten(0, 1).double() / 255)
     x = F.relu(plain_linear(w, "hidden1", x))
     if "hidden2.weight" in w:
         x = F.relu(plain_linear(w, "hidden2", x)).view(*obs.shape[:2], -1)
@@ -95,28 +95,81 @@ def plain_rnd(w, net, x):
 
 def test_a_pixel_that_never_changes_has_a_small_deviation():
     """But not zero, however long it was seen; its mean is of all rows, also of more than are summed at once."""
-    constant = RunningMoments((2,))
+    constant = RunningMoments((2,), 1e-4, 1, 1e-12)
+    assert constant.mean.tolist() == [0, 0] and constant.std.tolist() == [1, 1]
     constant.update(torch.full((700, 2), 255, dtype=torch.uint8))
-    assert constant.mean().tolist() == pytest.approx([255, 255])
+    assert constant.mean.tolist() == pytest.approx([255, 255])
     constant.sums += torch.tensor([1.0, 255.0, 255.0**2])[:, None].double() * 2e9
-    assert (constant.std() > 0).all() and (constant.std() < 1e-2).all()
+    constant.update(torch.full((1, 2), 255, dtype=torch.uint8))
+    assert (constant.std > 0).all() and (constant.std < 1e-2).all()
 
 
 def test_bonus_and_loss_have_one_precision():
     """Under bf16 both are differences of float32: in bf16 what is left of two near features would be noise."""
-    rnd = RND((1, 44, 44), 64)
+    rnd, seen = RND((1, 44, 44), Args(rnd_features=64, precision="bf16")), {}
     frames = torch.randint(0, 256, (32, 1, 44, 44), dtype=torch.uint8)
     frames[0, 0, 0, :2] = torch.tensor([255, 0])
     frames[1:, 0, 0, :2] = 100
     rnd.frames.update(frames)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        x = rnd.preprocess(frames)
-        prediction, target = rnd.predictor(x), rnd.target(x)
+    for name in ("predictor", "target"):
+        note = lambda net, inputs, output, name=name: seen.update({name: (inputs[0], output)})  # noqa: E731
+        getattr(rnd, name).register_forward_hook(note)
+    with torch.no_grad():
         error = rnd.error(frames, rnd.features(frames))
+    (x, prediction), (same, target) = seen["predictor"], seen["target"]
+    assert torch.equal(x, same) and x.dtype == torch.float32
     assert x.max() == 5 and x.min() == -5  # of one that deviates by the root of 31
     assert prediction.dtype == torch.bfloat16 and error.dtype == torch.float32
     assert torch.equal(error, (prediction.float() - target.float()).square().mean(1))
     assert not torch.equal(error, (prediction - target).square().mean(1).float())
+
+
+def normalizer(num_envs=N):
+    return RND((1, 44, 44), Args(num_envs=num_envs, gamma_int=0.875, rnd_features=2))
+
+
+def assert_same_divisor(one, other):
+    torch.testing.assert_close(one.returns.sums, other.returns.sums, rtol=1e-9, atol=0)
+    torch.testing.assert_close(one.discounted, other.discounted, rtol=1e-9, atol=0)
+
+
+def test_the_divisor_of_a_resumed_run():
+    """Normalize, save, load, normalize equals one go: the discounted sums do not climb from 0 again."""
+    first, second = torch.rand(2, 30, N, generator=torch.Generator().manual_seed(0))
+    whole, part, resumed = normalizer(), normalizer(), normalizer()
+    whole.normalize(first)
+    expected = whole.normalize(second)
+    filtered, sums = np.zeros(N), []
+    for row in torch.cat([first, second]).double().numpy():
+        filtered = 0.875 * filtered + row
+        sums += filtered.tolist()
+    torch.testing.assert_close(expected.double(), second.double() / plain_deviation(sums), rtol=1e-6, atol=0)
+    part.normalize(first)
+    resumed.restore(part.state_dict())
+    assert torch.equal(resumed.normalize(second), expected)
+    assert_same_divisor(resumed, whole)
+
+
+def test_sums_of_other_environments_build_up_first(monkeypatch):
+    """The first 5 / (1 - gamma) rows of other environments stay out of the divisor, over a second resume too."""
+    first, second = torch.rand(2, 30, N + 2, generator=torch.Generator().manual_seed(0))
+    trained = normalizer()
+    trained.normalize(first[:, :N])
+    sums = trained.returns.sums.clone()
+    resumed, again = normalizer(N + 2), normalizer(N + 2)
+    resumed.restore(trained.state_dict())
+    torch.testing.assert_close(resumed.normalize(second), second / trained.returns.std)
+    assert torch.equal(resumed.returns.sums, sums)
+    again.restore(resumed.state_dict())
+    for normalize in (resumed.normalize, again.normalize):
+        normalize(first)
+    assert_same_divisor(again, resumed)
+    assert again.returns.sums[0] - sums[0] == pytest.approx(20 * (N + 2))  # 60 rows less 40
+    discounted = again.discounted.clone()
+    monkeypatch.setattr(ppo_atari_rnd, "RANK", 1)  # the checkpoint holds the sums of rank 0
+    other_rank = normalizer(N + 2)
+    other_rank.restore(again.state_dict())
+    assert other_rank.skip == 40 and not other_rank.discounted.any() and discounted.all()
 
 
 def test_memory_is_carried_in_evaluation():
@@ -162,7 +215,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     assert kinds == {torch.uint8}
     args = Args(**(SMALL | options))
     torch.manual_seed(1)
-    start, networks = Agent(SHAPE, 4, args).state_dict(), RND((1, 44, 44), 8).state_dict()
+    start, networks = Agent(SHAPE, 4, args).state_dict(), RND((1, 44, 44), args).state_dict()
     w = {name: x.double().requires_grad_() for name, x in start.items()}
     r = {name: x.double() for name, x in networks.items() if name.startswith(("target", "predictor"))}
     learned = [*w.values(), *(x.requires_grad_() for name, x in r.items() if name.startswith("predictor"))]
@@ -218,7 +271,8 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     conftest.assert_metrics(metrics, losses, (ext, internal), goals.numpy(), valid, raw, bonus)
     assert metrics["loss/predictor"] == pytest.approx(np.mean(errors), rel=2e-3)
     assert metrics["episode/rooms_ever"] is None
-    assert metrics["int/return_std"] == pytest.approx(plain_deviation(returns), rel=1e-3)
+    assert metrics["int/divisor"] == pytest.approx(plain_deviation(returns), rel=1e-3)
+    assert metrics["int/return_std"] == pytest.approx(goals.numpy()[valid][:, 1].std(ddof=1), rel=1e-3)
     np.testing.assert_allclose(saved["rnd"]["frames.sums"][1], np.concatenate(shown).sum(0), rtol=1e-9)
     conftest.assert_learned(start, w, saved["agent"])
     conftest.assert_learned(networks, r, saved["rnd"])
@@ -241,7 +295,8 @@ def test_predictor_learns_the_rows_of_32_environments(tmp_path, monkeypatch):
     sizes = []
     spy_on(monkeypatch, RND, "error", lambda result, rnd, frames, x: sizes.append(len(frames)))
     run(tmp_path, fake(num_envs=64), num_envs=64, num_steps=1, minibatch_size=64, update_epochs=10)
-    assert np.mean(sizes[1:]) == pytest.approx(32, abs=3 * 4 / 10**0.5)
+    assert sizes[:2] == [64] * 2 and sizes[12:] == [64]  # of the first save, the bonus; of the last save
+    assert np.mean(sizes[2:12]) == pytest.approx(32, abs=3 * 4 / 10**0.5)
 
 
 def test_games_begin_after_the_warm_up(tmp_path):
@@ -253,15 +308,45 @@ def test_games_begin_after_the_warm_up(tmp_path):
     assert saved["rnd"]["frames.sums"][0].max().item() == pytest.approx(7 * 4 + 64, abs=1e-3)
 
 
+def test_resumed_run_continues_its_statistics(tmp_path, monkeypatch):
+    """A run resumed at step 0 warms up again; one resumed later does not, and keeps its sums of bonuses."""
+    resumed, actions = [], []
+    spy_on(monkeypatch, RND, "restore", lambda result, rnd, state: resumed.append(rnd.discounted.clone()))
+    for total in (0, 2, 3):  # iterations
+        envs, folder = fake(), tmp_path / "run"
+        options = SMALL | dict(total_timesteps=max(total, 1) * T * N, run_dir=str(tmp_path), run_name="run")
+        options |= dict(resume=str(folder)) if total else {}
+        if total == 0:
+            with pytest.raises(TypeError):  # dies in the warm-up, after the save at step 0
+                envs.step = None
+                train(Args(**options), conftest.giving(envs))
+        else:
+            train(Args(**options), conftest.giving(envs))
+            actions.append(len(envs.actions))
+        saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+        assert saved["step"] == total * T * N and saved["rnd"]["discounted"].all() == (total > 0)
+        if total == 2:
+            discounted = saved["rnd"]["discounted"]
+    assert actions == [WARMUP + 2 * T, T]
+    assert not resumed[0].any() and torch.equal(resumed[1], discounted)
+
+
 def test_what_is_refused(tmp_path):
     changes = [dict(minibatch_size=4), dict(minibatch_size=24)]  # no whole environments; no divisor of 32 rows
     changes += [dict(compile=True, memory="gru"), dict(num_envs=0), dict(warmup_steps=-1), dict(eval_every=9)]
+    changes += [dict(predictor_share=-1), dict(predictor_share=1.5), dict(repeat_action_probability=2)]
+    changes += [dict(max_episode_steps=0), dict(max_episode_steps=2**31), dict(noop_max=0), dict(noop_max=100000)]
+    changes += [dict(stack=0), dict(stack=65), dict(ext_coef=-1), dict(int_coef=-1), dict(rnd_features=0)]
+    changes += [dict(gamma=1.5), dict(gamma_int=1.5), dict(gae_lambda=2), dict(frame_size=90), dict(memory="lstm")]
+    changes += [dict(bonus_after=-1), dict(clip=-1), dict(vf_coef=np.nan), dict(int_coef=np.inf)]
     for change in changes:
         with pytest.raises(UsageError, match="--" + next(iter(change)).replace("_", "-")):
             run(tmp_path, fake(), **change)
-    for shape in [(4, 36, 36), (4, 43, 60), (44, 44)]:
-        with pytest.raises(UsageError, match="from 44 pixels"):
-            run(tmp_path, Games(random_episodes(N), shape=shape))
+    flat = fake()
+    flat.reset = lambda **options: (np.zeros((N, 44, 44), np.uint8), {})
+    for envs in (*(Games(random_episodes(N), shape=shape) for shape in [(4, 36, 36), (4, 43, 60)]), flat):
+        with pytest.raises(UsageError, match="at least 44 pixels"):
+            run(tmp_path, envs)
     assert not list(tmp_path.iterdir())
 
 
@@ -282,7 +367,7 @@ def test_the_bonus_finds_the_rare_door(tmp_path, seed):
 
 
 def atari(num_envs=N, stream="training", **changes):
-    return make_envs(Args(**(dict(env_id="Breakout", env_threads=1) | changes)), num_envs, stream)
+    return make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
 
 
 def random_play(envs, steps):
@@ -296,51 +381,43 @@ def random_play(envs, steps):
 
 
 def test_true_returns_of_berzerk():
-    """Whole games, unclipped, over lost lives and time limits, against books kept from lives and step counts.
+    """Whole games, unclipped, over lost lives and time limits, against books kept from rewards and step counts.
 
-    The limit is in agent steps, the training reward is the sign of the score, an observation's newest frame is last.
+    The limit is in environment steps, the training reward is the sign of the score, an observation's newest frame is
+    last, and only whole games end: a lost life does not.
     """
-    envs, games = atari(env_id="Berzerk-v5", max_episode_steps=190, episodic_life=True), []
-    books, expected = [[0.0, 0] for _ in range(N)], []
-    lost, lengths, rewards, scores, before = 0, [], set(), set(), None
+    envs, games = atari(env_id="Berzerk-v5", max_episode_steps=190), 0
+    books = [[0.0, 0] for _ in range(N)]
+    lives, lost, lengths, rewards, scores, before = np.zeros(N), 0, [], set(), set(), None
     for obs, reward, ended, cut, info, valid in random_play(envs, 450):
         assert before is None or (obs[valid, :3] == before[valid, 1:]).all()
         before = obs
         rewards |= set(reward.tolist())
         scores |= set(info["reward"].tolist())
         lengths += info["elapsed_step"][cut].tolist()
-        for i in np.flatnonzero(info.get("_episode", np.zeros(N, bool))):
-            games.append((info["episode"]["r"][i], info["episode"]["l"][i], i))
+        lost += ((info["lives"] < lives) & ~ended & ~cut).sum()
+        lives = info["lives"]
+        assert (lives[ended] == 0).all()
+        assert (info["_episode"] == ended | cut).all()
         for i in range(N):
             books[i][0] += info["reward"][i] if valid[i] else 0
             books[i][1] += bool(valid[i])
-            lost += bool(ended[i] and info["lives"][i] > 0)
-            if info["lives"][i] == 0 and ended[i] or cut[i]:
-                expected.append((*books[i], i))
+            assert [info["episode"]["r"][i], info["episode"]["l"][i]] == books[i]
+            if info["_episode"][i]:
+                games += 1
                 books[i] = [0.0, 0]
-    assert games == expected and len(expected) > len(lengths) > 3 and lost > 10
+    assert games > len(lengths) > 3 and lost > 10
     assert set(lengths) == {190} and rewards == {0.0, 1.0} and max(scores) >= 5
-    assert envs.episode_returns.tolist() == [book[0] for book in books]
+    assert envs.returns.any() and envs.lengths.any()
     envs.reset()
-    assert not envs.episode_returns.any() and not envs.episode_lengths.any()
-
-
-def test_a_game_that_ends_in_the_noops_after_a_lost_life():
-    """EnvPool begins the next game there without a word; each is reported, its return not added to the next one's."""
-    envs, unseen, lives = atari(8, env_id="RoadRunner", episodic_life=True, noop_max=30, seed=4), 0, np.zeros(8)
-    for *_, info, valid in random_play(envs, 150):
-        risen = (info["lives"] > lives) & (lives > 0)
-        lives = info["lives"]
-        assert not risen.any() or info["_episode"][risen].all()
-        assert not envs.episode_lengths[risen].any()
-        unseen += (risen & ~valid).sum()
-    assert unseen > 0
+    assert not envs.returns.any() and not envs.lengths.any()
 
 
 class ScriptedPool:
-    """EnvPool as far as AtariEnvs looks at it: one environment, rows (reward, done, cut, game over, lives)."""
+    """EnvPool as far as AtariEnvs looks at it: one environment, rows (reward, done, cut, game over)."""
 
     observation_space, action_space = gym.spaces.Box(0, 255, (4, 8, 8), np.uint8), gym.spaces.Discrete(2)
+    closed = False
 
     def __init__(self, rows):
         self.rows = iter(rows)
@@ -349,41 +426,39 @@ class ScriptedPool:
         return np.zeros((1, 4, 8, 8), np.uint8), {}
 
     def step(self, actions):
-        reward, done, cut, over, lives = (np.array([x]) for x in next(self.rows))
-        info = {"reward": reward, "terminated": over, "lives": lives}
+        reward, done, cut, over = (np.array([x]) for x in next(self.rows))
+        info = {"reward": reward, "terminated": over}
         return self.reset()[0], np.sign(reward), (done > 0) & (cut == 0), cut > 0, info
+
+    def close(self):
+        self.closed = True
 
 
 def test_ends_of_games_of_a_scripted_pool():
-    """Reported: whole games only, each once, also where EnvPool ends one unseen, late, or at the time limit."""
-    envs = AtariEnvs(
-        ScriptedPool(
-            [
-                (1, 0, 0, 0, 2),
-                (2, 1, 0, 0, 1),  # a lost life
-                (9, 0, 0, 0, 2),  # its no-ops ended the game: a new one, whose first row is no transition
-                (4, 1, 0, 0, 1),  # a lost life
-                (9, 0, 0, 1, 0),  # FIRE after the no-ops ended the game, which EnvPool says one step late
-                (8, 1, 0, 1, 0),
-                (9, 0, 0, 0, 2),  # reset
-                (16, 1, 1, 0, 2),  # the time limit
-                (9, 0, 0, 0, 3),  # reset
-                (0, 0, 0, 0, 4),  # a bonus life
-                (32, 1, 1, 1, 0),  # over at the very limit: no future value
-            ]
-        ),
-        1,
-        None,
-    )
+    """Reported: whole games, each once, without the row after an end, also at the time limit."""
+    rows = [
+        (1, 0, 0, 0),
+        (2, 1, 0, 1),  # over
+        (9, 0, 0, 0),  # reset
+        (4, 0, 0, 0),
+        (16, 1, 1, 0),  # the time limit
+        (9, 0, 0, 0),  # reset
+        (0, 0, 0, 0),
+        (32, 1, 1, 1),  # over at the very limit: no future value
+    ]
+    pool = ScriptedPool(rows)
+    envs = AtariEnvs(pool, 1, None)
     envs.reset()
-    reported, terminated = [], []
-    for _ in range(11):
-        _, _, ended, _, info = envs.step(None)
+    reported, terminated, truncated = [], [], []
+    for _ in rows:
+        _, _, ended, cut, info = envs.step(None)
         terminated += ended.tolist()
-        over = info.get("_episode", [False])[0]
-        reported.append((info["episode"]["r"][0], info["episode"]["l"][0]) if over else None)
-    assert reported == [None, None, (3, 2), None, None, (12, 2), None, (16, 1), None, None, (32, 2)]
-    assert np.flatnonzero(terminated).tolist() == [1, 3, 5, 10]
+        truncated += cut.tolist()
+        reported.append((info["episode"]["r"][0], info["episode"]["l"][0]) if info["_episode"][0] else None)
+    assert reported == [None, (3, 2), None, None, (20, 2), None, None, (32, 2)]
+    assert np.flatnonzero(terminated).tolist() == [1, 7] and np.flatnonzero(truncated).tolist() == [4, 7]
+    envs.close()
+    assert pool.closed
 
 
 def test_a_game_over_at_the_time_limit_is_a_termination():
@@ -418,14 +493,15 @@ def test_seed_streams_disjoint():
 def test_rooms_of_pitfall():
     for env_id, rooms in (("Pitfall", {1, 2, 3}), ("Breakout", {0})):
         envs = atari(1, env_id=env_id, max_episode_steps=20)
-        assert any("episode" in info for *_, info, _ in random_play(envs, 20))
+        assert any(info["_episode"].any() for *_, info, _ in random_play(envs, 20))
         assert envs.rooms_ever.sum() in rooms
 
 
 def test_rooms_in_metrics_and_checkpoint(tmp_path):
     """Rooms of all games, which a resumed run still knows."""
-    options = dict(env_id="MontezumaRevenge", env_threads=1, num_envs=2, max_episode_steps=5)
-    metrics, saved = run(tmp_path, None, **options)
+    options = SMALL | dict(env_id="MontezumaRevenge", num_envs=2, max_episode_steps=5, total_timesteps=2 * T)
+    metrics = train(Args(**options, run_dir=str(tmp_path), run_name="run"))
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert metrics["episode/rooms_ever"] == 1 and saved["rooms_ever"].nonzero().flatten().tolist() == [1]
     assert metrics["episode/length"] == 5
     saved["rooms_ever"][[0, 7]] = True

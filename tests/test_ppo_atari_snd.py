@@ -1,23 +1,38 @@
-"""The algorithm of ppo_atari_snd.py against independent oracles in float64."""
+"""The algorithm of ppo_atari_snd.py and of its variant snd_paper.py against independent oracles in float64."""
+
+import importlib
+import sys
 
 import numpy as np
 import ppo_atari_snd
 import pytest
 import torch
 import torch.nn.functional as F
-from ppo_atari_snd import SND, Agent, Args, UsageError, contrastive, hide_tiles, vicreg
+from ppo_atari_snd import SND, Agent, Args, UsageError, contrastive, hide_tiles
 
 import conftest
 from conftest import Games, num_weights, plain_gae, plain_standardised, random_episodes, spy_on
 
 SHAPE, WARMUP, T, N = (4, 16, 16), 3, 8, 4
 SMALL = dict(num_envs=N, num_steps=T, minibatch_size=16, update_epochs=1, warmup_steps=WARMUP, pairs=4)
-SMALL |= dict(snd_features=8, eval_episodes=0, quiet=True, torch_threads=1, device="cpu")
+SMALL |= dict(snd_features=8, eval_episodes=0, quiet=True, threads=1, device="cpu")
 run = conftest.runner(ppo_atari_snd, SMALL)
 
 
 def fake(shape=SHAPE, **options):
     return Games(random_episodes(N, ends=("terminated", "truncated", "life")), shape=shape, **options)
+
+
+@pytest.fixture
+def paper(monkeypatch):
+    """The variant snd_paper.py with its own copy of the script, which it changes."""
+    monkeypatch.syspath_prepend(conftest.ROOT / "benchmark" / "variants")
+    monkeypatch.delitem(sys.modules, "ppo_atari_snd")
+    monkeypatch.delitem(sys.modules, "snd_paper", raising=False)
+    module = importlib.import_module("snd_paper")
+    yield module
+    assert module.script is not ppo_atari_snd
+    del sys.modules["snd_paper"], sys.modules["ppo_atari_snd"]
 
 
 # ------------------------------------------------------------------------------------------------------------- maths
@@ -28,14 +43,13 @@ def test_defaults_match_reference_table():
     expected = dict(num_envs=128, num_steps=128, minibatch_size=512, update_epochs=4, gamma=0.998, gamma_int=0.99)
     expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=(0.001,), ext_coef=2, int_coef=1, lr=(1e-4,))
     expected |= dict(max_grad_norm=0.5, repeat_action_probability=0.25, max_episode_steps=4500, noop_max=30)
-    expected |= dict(frame_size=96, stack=4, int_clip=1, eta=0.5, target="v", pairs=64, minibatches="drawn")
-    expected |= dict(snd_preprocess="std", predictor_share=0, predictor_sum=False, snd_net="elu4", snd_features=512)
-    expected |= dict(motivation_passes="per-minibatch", env_id="MontezumaRevenge")
-    expected |= dict(target_gain=2**0.5, predictor_gain=2**0.5, total_timesteps=128_000_000, fire_reset=False)
+    expected |= dict(frame_size=96, stack=4, int_clip=1, eta=0.5, pairs=64, predictor_share=0)
+    expected |= dict(snd_features=512, env_id="MontezumaRevenge", total_timesteps=128_000_000, fire_reset=False)
+    expected |= dict(adam_eps=1e-8, warmup_steps=256)
     assert {name: getattr(Args(), name) for name in expected} == expected
 
 
-def test_networks_have_the_published_layers():
+def test_networks_have_the_published_layers(paper):
     """Numbers of weights layer by layer at 32 x 32 (4 x 4 maps), and the scale of each layer at first."""
     agent = Agent((4, 32, 32), 18, Args())
     convs = 9 * (4 * 32 + 32 * 64 + 64 * 64 + 64 * 128) + 32 + 64 + 64 + 128
@@ -43,12 +57,15 @@ def test_networks_have_the_published_layers():
     conftest.assert_initial(agent, dict(hidden_policy=0.01, hidden_value=0.1, policy=0.01, value=0.01))
     elu = 9 * (16 + 16 * 32 + 32 * 64 + 64 * 64) + 16 + 32 + 64 + 64 + 64 * 16 * 48 + 48
     relu = 9 * (32 + 32 * 64 + 64 * 64 + 64 * 128) + 32 + 64 + 64 + 128 + 128 * 16 * 48 + 48
-    for net, size in (("elu4", elu), ("relu4", relu)):
-        snd = SND(32, Args(snd_net=net, snd_features=48, target_gain=0.5))
-        assert num_weights(snd.target) == size and num_weights(snd.predictor) == size + 2 * (48 * 48 + 48)
-        conftest.assert_initial(snd, dict(target=0.5))
-    snd = SND(32, Args(snd_net="relu4", snd_features=48, target="std"))
-    assert snd.whole.weight.shape == (64, 48) and snd.local.weight.shape == (64, 64)  # of the third convolution
+    snd = SND((1, 32, 32), Args(snd_features=48))
+    paper_snd = {kind: paper.SND((1, 32, 32), paper.Args(target=kind, snd_features=48)) for kind in ("v", "std", "vic")}
+    nets = [(snd, elu, {}), (paper_snd["v"], elu, {}), (paper_snd["vic"], relu, dict(target=0.5))]
+    for net, size, gains in [*nets, (paper_snd["std"], relu, dict(target=0.5, predictor=0.5))]:
+        assert num_weights(net.target) == size and num_weights(net.predictor) == size + 2 * (48 * 48 + 48)
+        both = torch.nn.ModuleDict({"target": net.target, "predictor": net.predictor})
+        conftest.assert_initial(both, gains)
+    std = paper_snd["std"]
+    assert std.whole.weight.shape == (64, 48) and std.local.weight.shape == (64, 64)  # of the third convolution
 
 
 def plain_agent(w, obs):
@@ -63,7 +80,7 @@ def plain_agent(w, obs):
 
 def plain_snd(w, net, x, kind):
     """Features and the third convolution's maps, in float64."""
-    activation, maps = F.relu if kind == "relu4" else F.elu, []
+    activation, maps = F.relu if kind in ("std", "vic") else F.elu, []
     for i, stride in enumerate((2, 2, 2, 1)):
         x = activation(F.conv2d(x, w[f"{net}.{2 * i}.weight"], w[f"{net}.{2 * i}.bias"], stride, 1))
         maps.append(x)
@@ -102,14 +119,14 @@ def plain_infonce(patches, whole, local, features):
     return loss
 
 
-def test_target_losses_of_large_features():
-    """Above the deviation that vicreg wants and contrastive's limit of the norms; the update below stays under both."""
+def test_target_losses_of_large_features(paper):
+    """Above the std that vicreg wants and contrastive's limit of the norms; the update below stays under both."""
     torch.manual_seed(0)
     a, b = 14 * torch.randn(2, 9, 5).double()
     far = torch.rand(9) < 0.5
     assert (a**2).mean() + (b**2).mean() > 200
     assert contrastive(a, b, far).item() == pytest.approx(plain_contrastive(a, b, far).item())
-    assert vicreg(a, b).item() == pytest.approx(plain_vicreg(a, b).item())
+    assert paper.vicreg(a, b).item() == pytest.approx(plain_vicreg(a, b).item())
 
 
 def test_tiles_hide_a_tenth_of_half_the_frames_and_noise_moves_half():
@@ -141,30 +158,44 @@ def test_both_frames_of_a_pair_have_draws_of_their_own(monkeypatch):
     spy_on(monkeypatch, ppo_atari_snd, "hide_tiles", lambda result, x: shown.append(result))
     torch.manual_seed(0)
     frames = torch.randint(0, 256, (16, 1, 16, 16), dtype=torch.uint8)
-    SND(16, Args(snd_features=8)).target_loss(frames, frames, torch.zeros(16))
+    SND((1, 16, 16), Args(snd_features=8)).target_loss(frames, frames, torch.zeros(16))
     one, other = shown
     assert (one != other).flatten(1).any(1).float().mean() > 0.6  # all but those that neither draw touched
 
 
 def test_bonus_and_training_error_have_one_precision():
     """With bf16 the features' difference is taken in float32: else it would be rounded to 2 or 3 digits."""
-    snd = SND(16, Args(snd_features=8))
+    snd, seen = SND((1, 16, 16), Args(snd_features=8, precision="bf16")), {}
     frames = torch.randint(0, 256, (32, 1, 16, 16), dtype=torch.uint8)
     snd.frames.update(frames)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    for name in ("predictor", "target"):
+        note = lambda net, inputs, output, name=name: seen.update({name: (inputs[0], output)})  # noqa: E731
+        getattr(snd, name).register_forward_hook(note)
+    with torch.no_grad():
         ours = snd.errors(frames)
-        x = snd.preprocess(frames)
-        features, predicted = snd.target(x), snd.predictor(x)
-    assert features.dtype == torch.bfloat16 and ours.dtype == torch.float32
+    (x, predicted), (same, features) = seen["predictor"], seen["target"]
+    assert torch.equal(x, same) and x.dtype == torch.float32
+    assert features.dtype == predicted.dtype == torch.bfloat16 and ours.dtype == torch.float32
     torch.testing.assert_close(ours, (features.float() - predicted.float()) ** 2, rtol=1e-6, atol=0)
+    snd.target_loss(frames, frames, torch.zeros(32)).backward()
+    assert seen["target"][1].dtype == torch.bfloat16
+
+
+def test_heads_stay_float32_under_bf16():
+    """bfloat16 knows two numbers near these values."""
+    agent = Agent(SHAPE, 4, Args(precision="bf16"))
+    agent.value.bias.data += 29.8
+    agent.value.weight.data *= 1e4
+    logits, values = agent(torch.randint(0, 255, (64, *SHAPE), dtype=torch.uint8))
+    assert logits.dtype == values.dtype == torch.float32 and len(values[:, 0].unique()) > 32
 
 
 # ---------------------------------------------------------------------------------------------------- one whole update
 
 
-def plain_target_loss(kind, w, x, y, far, net):
+def plain_target_loss(kind, w, x, y, far):
     """Of pairs of preprocessed frames."""
-    (a, maps), (b, next_maps) = (plain_snd(w, "target", z, net) for z in (x, y))
+    (a, maps), (b, next_maps) = (plain_snd(w, "target", z, kind) for z in (x, y))
     if kind == "v":
         return plain_contrastive(a, b, far)
     if kind == "vic":
@@ -174,36 +205,41 @@ def plain_target_loss(kind, w, x, y, far, net):
     return plain_infonce(patches, whole, local, a)
 
 
-RELU = dict(snd_net="relu4", target_gain=1.2)
-CASES = {
+CASES = {  # of the script; of the variant
     "v": dict(micro_batch=7, predictor_share=0.5, pairs=9),
-    "std": dict(target="std", predictor_gain=1.2, predictor_sum=True, motivation_passes="one", eta=420, **RELU),
-    "vic": dict(target="vic", minibatches="permuted", snd_preprocess="none", eta=15, ext_coef=0, **RELU),
+    "paper-v": dict(target="v", predictor_share=0.5, pairs=9, eta=2.6),
+    "paper-std": dict(target="std", micro_batch=7, eta=420),
+    "paper-vic": dict(target="vic", predictor_share=0.5, eta=15, ext_coef=0, clip=1e-4),
 }
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
+@pytest.mark.parametrize("name", CASES)
+def test_update_equals_float64_reference(tmp_path, monkeypatch, paper, name):
     """Two iterations with terminations, truncations, lost lives and dummy rows, recomputed in float64 from the frames.
 
     Compared: weights of policy, predictor and target, frame statistics, metrics. Augmentation is a mirror here.
     """
+    changes, is_paper = CASES[name], name != "v"
+    module = paper.script if is_paper else ppo_atari_snd
+    Agent, SND, run = module.Agent, module.SND, conftest.runner(module, SMALL)
+    monkeypatch.setitem(paper.GAINS, "std", (1.2, 1.2))  # larger features, so that rounding matters less
+    monkeypatch.setitem(paper.GAINS, "vic", (1.2, 2**0.5))
     drawn = {"rand": [], "randint": [], "randperm": []}
     conftest.larger(monkeypatch, Agent, "hidden_policy", "policy", "value")
     with monkeypatch.context() as patch:
         for name, draws in drawn.items():
             spy_on(patch, torch, name, lambda result, *x, draws=draws: draws.append(result))
-        patch.setattr(ppo_atari_snd, "hide_tiles", lambda x: x.flip(3))
+        patch.setattr(module, "hide_tiles", lambda x: x.flip(3))
         envs = fake(dummy_reward=100.0)
         options = dict(update_epochs=2, lr=(1e-3,), adam_eps=0.01, clip=1e-3, vf_coef=0.7, gamma=0.95, gamma_int=0.9)
         options |= dict(max_grad_norm=0.05, eta=1.9, ent_coef=(3.0,), int_coef=0.8) | changes
         metrics, saved = run(tmp_path, envs, iterations=2, **options)
-    args = Args(**(SMALL | options))
-    kind, net = args.target, args.snd_net
+    args = module.Args(**(SMALL | options))
+    kind = args.target if is_paper else "v"
     torch.manual_seed(1)
-    start, networks = Agent(SHAPE, 4, args).state_dict(), SND(16, args).state_dict()
+    start, networks = Agent(SHAPE, 4, args).state_dict(), SND((1, 16, 16), args).state_dict()
     w = {name: x.double().requires_grad_() for name, x in start.items()}
-    r = {name: x.double().requires_grad_() for name, x in networks.items() if name != "frames.sums"}
+    r = {name: x.double().requires_grad_() for name, x in networks.items() if not name.startswith("frames")}
     optimizer = torch.optim.Adam([*w.values(), *r.values()], lr=1e-3, eps=0.01)
     orders = [x for x in drawn["randint"] if x.shape == (2 * T * N,)]
     orders = orders or [x.repeat(2) for x in drawn["randperm"]]
@@ -215,7 +251,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     shown = [frame[:, -1:].astype(float) for frame in envs.seen[1 : WARMUP + 1]]  # all that the statistics saw
 
     def prepare(frames):
-        return frames.double() / 255 if args.snd_preprocess == "none" else plain_standardised(frames, shown, 1)
+        return frames.double() / 255 if is_paper else plain_standardised(frames, shown, 1)
 
     for rollout in range(2):
         first = WARMUP + rollout * T  # of the actions; one more of the frames, for the reset after the warm-up
@@ -226,7 +262,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
         with torch.no_grad():
             logits, values = (x.view(T + 1, N, -1) for x in plain_agent(w, obs))
             x = prepare(newest[:-N])
-            raw = (plain_snd(r, "predictor", x, net)[0] - plain_snd(r, "target", x, net)[0]).square().mean(1)
+            raw = (plain_snd(r, "predictor", x, kind)[0] - plain_snd(r, "target", x, kind)[0]).square().mean(1)
             raw = raw.view(T, N).numpy()
         bonus = np.minimum(args.eta * raw, 1)
         shown.append(newest[:-N].numpy().astype(float))
@@ -246,17 +282,17 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
             loss = terms[0] + 0.7 * terms[1] - 3 * terms[2]
             norm = conftest.plain_step(optimizer, loss, w.values(), 0.05)
             losses.append([x.item() for x in (*terms, norm)])
-        for rows in (order if args.motivation_passes != "one" else torch.arange(T * N)).split(args.minibatch_size):
+        for rows in (torch.arange(T * N) if is_paper else order).split(args.minibatch_size):
             mask = (next(rands) < (args.predictor_share or 1)).double()
-            error = plain_snd(r, "predictor", x[rows], net)[0] - plain_snd(r, "target", x[rows], net)[0].detach()
-            predictor = (error**2 * mask).sum() / (1 if args.predictor_sum else mask.sum())
+            error = plain_snd(r, "predictor", x[rows], kind)[0] - plain_snd(r, "target", x[rows], kind)[0].detach()
+            predictor = (error**2 * mask).sum() / (1 if kind == "std" else mask.sum())
             one = rows[valid[rows]]  # the next frame of a dummy row is another game's
             other = one + N
             if kind == "v":
                 one, other = next(ints)
                 other = torch.where(next(rands) < 0.5, one, other)
             pair = [x[part].flip(3) if kind == "v" else x[part] for part in (one, other)]
-            goal = plain_target_loss(kind, r, *pair, one != other, net)
+            goal = plain_target_loss(kind, r, *pair, one != other)
             conftest.plain_step(optimizer, predictor + goal, r.values())
             novelty.append([predictor.item(), goal.item()])
     assert not any(list(rest) for rest in (rands, ints, orders))
@@ -266,6 +302,9 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     assert metrics["loss/predictor"] == pytest.approx(predictor, rel=2e-3)
     assert metrics["loss/target"] == pytest.approx(goal, rel=2e-3, abs=1e-4)
     np.testing.assert_allclose(saved["snd"]["frames.sums"][1], np.concatenate(shown).sum(0), rtol=1e-9)
+    mean, std = (saved["snd"][f"frames.{name}"] for name in ("mean", "std"))
+    np.testing.assert_allclose(mean, np.concatenate(shown).mean(0), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(std, conftest.plain_deviation(np.concatenate(shown)), rtol=1e-4)
     conftest.assert_learned(start, w, saved["agent"])
     conftest.assert_learned(networks, r, saved["snd"])
 
@@ -282,10 +321,10 @@ def test_games_begin_anew_after_the_warm_up(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["std", "vic"])
-def test_minibatches_without_consecutive_frames_of_a_game_have_a_loss(tmp_path, target):
+def test_minibatches_without_consecutive_frames_of_a_game_have_a_loss(tmp_path, paper, target):
     """In step games of one action make each second row a dummy: its minibatch has no pair of one game."""
     envs = Games([[([1.0], "terminated")]] * N, shape=SHAPE)
-    metrics, _ = run(tmp_path, envs, target=target, motivation_passes="one", minibatch_size=N)
+    metrics, _ = conftest.runner(paper.script, SMALL)(tmp_path, envs, target=target, minibatch_size=N)
     assert metrics["train/valid_frac"] == 0.5
     assert np.isfinite(metrics["loss/target"])
 
@@ -293,15 +332,40 @@ def test_minibatches_without_consecutive_frames_of_a_game_have_a_loss(tmp_path, 
 def test_what_is_refused(tmp_path):
     """One message that names the flag, or the frames, before anything is written."""
     changes = [dict(minibatch_size=24), dict(minibatch_size=1), dict(num_envs=0), dict(warmup_steps=-1)]
-    changes += [dict(pairs=0), dict(eval_every=9)]
+    changes += [dict(pairs=0), dict(eval_every=9), dict(int_clip=-1.0), dict(noop_max=1001), dict(noop_max=0)]
+    changes += [dict(predictor_share=1.5), dict(predictor_share=-1.0), dict(max_episode_steps=0), dict(frame_size=64)]
+    changes += [dict(ext_coef=-1.0), dict(eta=np.nan), dict(repeat_action_probability=2.0), dict(snd_features=0)]
     for change in changes:
         with pytest.raises(UsageError, match="--" + next(iter(change)).replace("_", "-")):
             run(tmp_path, fake(), **change)
-    for shape in [(4, 3, 3), (4, 16, 20)]:
-        with pytest.raises(UsageError, match="from 4 pixels on"):
-            run(tmp_path, fake(shape))
+    with pytest.raises(UsageError, match="at least 4 pixels"):
+        run(tmp_path, fake((4, 3, 3)))
     assert not list(tmp_path.iterdir())
-    run(tmp_path, fake((4, 4, 4)), target="std")  # its losses are finite
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 4), (4, 16, 20)])
+def test_small_and_oblong_frames(tmp_path, paper, shape):
+    """The losses are finite; tiles and statistics have the frame's own height and width."""
+    run(tmp_path, fake(shape))
+    conftest.runner(paper.script, SMALL)(tmp_path, fake(shape), name="std", target="std")
+
+
+def test_bonus_without_a_limit(tmp_path):
+    """--int-clip 0 turns the limit off; the predictor's share 0 is that of 32 environments."""
+    metrics, _ = run(tmp_path, fake(), int_clip=0, eta=100.0)
+    assert metrics["int/reward"] == pytest.approx(100 * metrics["int/reward_raw"]) and metrics["int/reward"] > 1
+
+
+def test_a_resumed_run_continues_without_warming_up_again(tmp_path):
+    """Weights, statistics of frames, Adam's state and rooms are those saved."""
+    envs, again = fake(), fake()
+    envs.rooms_ever = np.arange(256) == 7
+    run(tmp_path, envs)
+    metrics, saved = run(tmp_path, again, iterations=2, resume=str(tmp_path / "run"))
+    assert metrics["iteration"] == 2 and len(again.actions) == T
+    assert saved["snd"]["frames.sums"][0, 0, 0, 0] == pytest.approx(N * (WARMUP + 2 * T) + 1e-4)
+    assert saved["rooms_ever"].nonzero().flatten().tolist() == [7]
+    assert saved["optimizer"]["state"][0]["step"] == 2 * T * N // 16
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from ppo_procgen import Agent, Args, UsageError, evaluate, next_kl_coef, play, s
 from run import OPENAI as FLAGS
 
 import conftest
-from conftest import SAME_STEP, FakeVecEnv, Snow, impala_network, random_episodes
+from conftest import SAME_STEP, FakeVecEnv, Snow, giving, impala_network, random_episodes
 
 SHAPE = (3, 16, 16)
 SMALL = dict(num_envs=4, num_steps=16, minibatch_size=64, update_epochs=1, channels=(4, 4, 4), device="cpu")
-SMALL |= dict(eval_episodes=0, quiet=True, torch_threads=1)
+SMALL |= dict(eval_episodes=0, quiet=True, threads=1)
 run = conftest.runner(ppo_procgen, SMALL)
 OPENAI = tyro.cli(Args, args=FLAGS.split())  # OpenAI's train-procgen, easy
 
@@ -74,8 +74,46 @@ def plain_normalizer(reward, done, gamma):
 def test_normalised_rewards_are_clipped():
     """The rest of the normaliser is in OpenAI's whole update below."""
     normalizer = ppo_procgen.RewardNormalizer(0.9, 1)
-    got = [normalizer(np.array([reward]), np.zeros(1, bool)).item() for reward in (*200 * [1.0], 1e6, -1e9)]
+    got = [normalizer(torch.tensor([reward]), torch.zeros(1)).item() for reward in (*200 * [1.0], 1e6, -1e9)]
     assert got[-2:] == [10, -10]
+
+
+def normalized(normalizer, rewards, dones):
+    return torch.stack([normalizer(*row) for row in zip(rewards, dones, strict=True)])
+
+
+def test_a_restored_normaliser_goes_on_as_if_never_stopped():
+    """Sums and the returns of each environment; a resume that restarted them would let the divisor grow."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(400, 4, generator=generator, dtype=torch.float64)
+    dones = (torch.rand(400, 4, generator=generator) < 0.01).double()
+    expected = normalized(ppo_procgen.RewardNormalizer(0.99, 4), rewards, dones)
+    first, second = (ppo_procgen.RewardNormalizer(0.99, 4) for _ in range(2))
+    normalized(first, rewards[:200], dones[:200])
+    second.restore(**first.state())
+    np.testing.assert_allclose(normalized(second, rewards[200:], dones[200:]), expected[200:], rtol=1e-9)
+
+
+def test_a_normaliser_of_other_environments_builds_up_first():
+    """Their returns climb from 0: for 5 / (1 - gamma) steps they stay out of the sums."""
+    first, second = ppo_procgen.RewardNormalizer(0.75, 4), ppo_procgen.RewardNormalizer(0.75, 6)
+    normalized(first, torch.ones(300, 4), torch.zeros(300, 4))
+    second.restore(first.sums.clone(), first.returns, first.skip)
+    assert second.skip == 20 and second.returns.shape == (6,)
+    normalized(second, torch.ones(20, 6), torch.zeros(20, 6))
+    assert second.sums.equal(first.sums)
+    normalized(second, torch.ones(1, 6), torch.zeros(1, 6))
+    assert second.sums[0] == first.sums[0] + 6 and second.sums[1] == pytest.approx(first.sums[1].item() + 24, rel=1e-3)
+
+
+def test_a_clip_of_zero_is_off():
+    """Ratios and values far from the old ones count in full."""
+    rows = dict(logits=torch.tensor([[0.0, 5.0]]), action=torch.tensor([0]), advantage=torch.ones(1))
+    rows |= dict(value=torch.zeros(1), target=torch.full((1,), 100.0))
+    terms = ppo_procgen.ppo_terms(torch.zeros(1, 2), torch.full((1,), 90.0), rows, clip=0, vf_clip=0)
+    ratio = 0.5 * (1 + math.exp(5))
+    assert terms["loss/policy"].item() == pytest.approx(-ratio, rel=1e-5) and terms["train/clip_frac"].item() == 0
+    assert terms["loss/value"].item() == 100
 
 
 # ----------------------------------------------------------------------------------------------------------- network
@@ -99,10 +137,9 @@ def test_network_size_and_layout():
 
 def test_heads_stay_float32_under_bf16():
     """bfloat16 knows two numbers near these values."""
-    agent = network()
+    agent = network(precision="bf16")
     agent.value.bias.data += 29.8
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, value = agent(torch.randint(0, 255, (64, *SHAPE), dtype=torch.uint8))
+    logits, value = agent(torch.randint(0, 255, (64, *SHAPE), dtype=torch.uint8))
     assert logits.dtype == value.dtype == torch.float32 and len(value.unique()) > 32
 
 
@@ -118,12 +155,12 @@ def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
     args, lrs, ent_coefs = (OPENAI, (3e-2, 3e-2), (0.01, 0.01)) if openai else (OWN, (3e-2, 6e-2), (0.05, 0.03))
     small = SMALL | dict(minibatch_size=size, update_epochs=3, total_timesteps=2 * T * N, run_dir=str(tmp_path))
     small |= dict(lr=(3e-2,), adam_eps=0.01, max_grad_norm=0.2, micro_batch=7) if openai else {}
-    args = replace(args, **small, run_name="run", seed=2)  # with 1 it fails on AVX2 alone: rounding, it seems
+    args = replace(args, **small, run_name="run")
     permutations, kinds = [], set()
     conftest.spy_on(monkeypatch, torch, "randperm", lambda result, *x: permutations.append(result))
     conftest.spy_on(monkeypatch, Agent, "forward", lambda result, agent, obs: kinds.add(obs.dtype))
     envs = Snow(random_episodes(N), SAME_STEP)
-    metrics = train(args, envs)
+    metrics = train(args, giving(envs))
     assert kinds == {torch.uint8}
     torch.manual_seed(args.seed)
     start = Agent(SHAPE, 4, args).state_dict()
@@ -247,13 +284,17 @@ def test_splits(monkeypatch):
     """Both splits with limited levels, one without; seeds of their own; standard errors of the mean."""
     made, seeds = [], []
     nothing = type("Nothing", (), {"close": lambda self: None})()
-    monkeypatch.setattr(ppo_procgen, "make_envs", lambda args, n, stream: made.append((stream, n)) or nothing)
+
+    def make_envs(args, num_envs, stream):
+        made.append((stream, num_envs))
+        return nothing
+
     games = [10.0, 20.0, 30.0], [1, 2, 3]
     monkeypatch.setattr(ppo_procgen, "play", lambda agent, envs, count, seed, *rest: seeds.append(seed) or games)
-    splits = evaluate(None, Args(num_levels=5, eval_episodes=100))
+    splits = evaluate(None, Args(num_levels=5, eval_episodes=100), make_envs)
     assert made == [("train", 50), ("test", 50)]
     assert splits["test"]["mean"] == 20 and splits["test"]["stderr"] == pytest.approx(10 / math.sqrt(3))
-    assert list(evaluate(None, Args(eval_episodes=3, seed=2))) == ["test"] and made[2] == ("test", 3)
+    assert list(evaluate(None, Args(eval_episodes=3, seed=2), make_envs)) == ["test"] and made[2] == ("test", 3)
     assert len({*seeds, 1, 2}) == 5
 
 

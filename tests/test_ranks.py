@@ -11,32 +11,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows, spy_on
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 T, N = 8, 2  # N environments a rank
 COMMON = dict(num_envs=N, num_steps=T, minibatch_size=N * T, update_epochs=2, total_timesteps=2 * 2 * N * T)
-COMMON |= dict(eval_episodes=0, quiet=True, device="cpu", torch_threads=1, lr=(1e-3,), max_grad_norm=0.1)
+COMMON |= dict(eval_episodes=0, quiet=True, device="cpu", threads=1, lr=(1e-3,), max_grad_norm=0.1)
 COMMON |= dict(adam_eps=1e-3)  # so that Adam's first steps do not turn rounding errors into signs
 GROUPS = dict(num_groups=1, sync=True)
 CASES = {
     "ppo_procgen": dict(channels=(4, 4, 4), norm_reward=0.99, norm_adv="minibatch"),
     "impala_procgen": dict(channels=(4, 4, 4), **GROUPS),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=1),
-    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1, target="vic", minibatches="permuted"),
+    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1),
     "appo_atari": dict(num_minibatches=1, **GROUPS),
 }
 DRAWN = {  # what ranks draw for themselves: actions, rows, pairs, replayed batches; and overlap
     "ppo_procgen": dict(channels=(4, 4, 4)),
     "impala_procgen": dict(channels=(4, 4, 4), num_groups=2, sync=False, replay_slots=2, replay_proportion=0.5),
     "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=0.1),
-    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, target="vic"),
+    "ppo_atari_snd": dict(snd_features=4, warmup_steps=2),
     "appo_atari": dict(num_minibatches=2, num_groups=2, vtrace=True),
 }
 TINY = """--env-id leaper --channels 4 4 4 --num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2
---device cpu --torch-threads 1 --run-name x --checkpoint-every 10000 --total-timesteps""".split()
+--device cpu --threads 1 --run-name x --checkpoint-every 10000 --total-timesteps""".split()
 
 
 class Part(FakeVecEnv):
@@ -58,10 +57,27 @@ def envs_of(script, first, count):
     return envs
 
 
-def difference(snd, frames, others, far):
-    """A target's loss that is a mean over rows; the true ones compare the rows of a rank with each other."""
-    a, b = (snd.target(snd.preprocess(x)) for x in (frames, others))
-    return (a - b).square().sum() / snd.args.minibatch_size
+def all_rows(num_rows, device, args):
+    """Minibatches that need no draws: all rows, once an epoch."""
+    return (torch.arange(num_rows),) * args.update_epochs
+
+
+def difference(snd, *pairs):
+    """A target's loss that is a mean over rows; the true one compares pairs that each rank draws."""
+    return snd.target(snd.preprocess(snd.rollout)).square().mean()
+
+
+def remember(module, patch):
+    """The rollout's frames, for `difference`."""
+    learn_snd = module.learn_snd
+
+    def learn(snd, optimizer, batch, *rest):
+        snd.rollout = batch["obs"][: len(batch["action"]), -1:]
+        return learn_snd(snd, optimizer, batch, *rest)
+
+    patch.setattr(module, "learn_snd", learn)
+    patch.setattr(module, "draw_minibatches", all_rows)
+    patch.setattr(module.SND, "target_loss", difference)
 
 
 def run(script, options, out, envs=None, **changes):
@@ -70,19 +86,18 @@ def run(script, options, out, envs=None, **changes):
 
     def make(args, count, stream):
         module.stream_seed(args.seed, stream)  # as the true one does
-        return RecordEpisodeStatistics(envs_of(script, module.RANK * N, count))
+        return envs if envs is not None else envs_of(script, module.RANK * N, count)
 
     with pytest.MonkeyPatch.context() as patch:
         # Fails on rank 1, whose folder does not exist, if it writes.
-        spy_on(patch, module.Logger, "save", lambda result, logger, name, state: torch.save(state, f"{out}.pt"))
-        patch.setattr(module, "make_envs", make)
+        spy_on(patch, module.Run, "save", lambda result, run, name, state, *_: torch.save(state, f"{out}.pt"))
         spy_on(patch, module, "stream_seed", lambda result, number, name: names.append(name))
         if envs is not None:  # so that who draws does not matter
             patch.setattr(module, "sample", lambda logits, generator=None: logits.argmax(-1))
-            patch.setattr(getattr(module, "SND", module), "target_loss", difference, raising=False)
-            envs = [envs] if "num_groups" in options else envs
+            if hasattr(module, "learn_snd"):
+                remember(module, patch)
         options = COMMON | options | dict(run_dir=str(out.parent), run_name=out.name) | changes
-        metrics = module.train(module.Args(**options), envs)
+        metrics = module.train(module.Args(**options), make)
     del metrics["agent"]
     torch.save([metrics, names, torch.rand(3)], f"{out}.more")
 
@@ -114,9 +129,9 @@ def load(folder, name, kind="pt"):
 
 def tensors(state):
     """All tensors of these parts by name, but for what has a row for each of a rank's environments."""
-    found = {"normalizer": state["normalizer"]} if "normalizer" in state else {}
+    found = {"normalizer": state["normalizer"]["sums"]} if "normalizer" in state else {}
     for part in {"agent", "rnd", "snd"} & state.keys():
-        found |= {f"{part}.{name}": x for name, x in state[part].items() if "filtered" not in name}
+        found |= {f"{part}.{name}": x for name, x in state[part].items() if "discounted" not in name and name != "skip"}
     return found
 
 

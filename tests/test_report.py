@@ -1,4 +1,4 @@
-"""benchmark/report.py: what the tables say is what the results say."""
+"""benchmark/report.py: the tables agree with the results."""
 
 import json
 import re
@@ -46,12 +46,12 @@ def starpilot(results):
 
 
 def test_committed_tables_are_generated():
-    """Nobody edited them, nobody forgot to generate them; a change of what is computed or drawn at random shows."""
+    """The committed tables are what the committed results generate."""
     assert report.main(["--check"]) == 0
 
 
 def test_folder_of_results(tmp_path, capsys):
-    """Tables, page and plots, all there: one seed says so, a gap has its published number, a failure its error."""
+    """Tables, page and plots: one seed says so, a gap has its published number, a failure its error."""
     write(tmp_path, "ppo_procgen/bigfish/seed1", 12.0)
     write(tmp_path, "ppo_procgen/coinrun/seed1", 0.0, error="Traceback\nppo_procgen.py: no memory | left")
     before = (ROOT / "benchmark" / "README.md").read_text()
@@ -60,9 +60,9 @@ def test_folder_of_results(tmp_path, capsys):
     text = (tmp_path / "README.md").read_text().split("## gpu")[1]
     games = ("bigfish", "coinrun", "starpilot")
     (bigfish,), (coinrun,), (gap,) = (rows(text, f"`ppo_procgen/{game}`") for game in games)
-    assert bigfish[1:5] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (+- 0.50 over games)"]
-    assert bigfish[6].startswith("10.33 +- 0.48, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[6]
-    assert bigfish[7] == "-7.33, -14.28"  # training beside training, 3.0; evaluation beside evaluation
+    assert bigfish[1:5] == ["bigfish (test)", "7,996,800", "1 seed", "12.00 (± 0.50 over episodes)"]
+    assert bigfish[6].startswith("10.33 ± 0.48, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[6]
+    assert bigfish[7] == "-7.33, -14.28"  # of training, 3.0, and of the evaluation
     assert coinrun[3:5] == ["0", "failed: ppo_procgen.py: no memory / left"]
     assert gap[2] == "8,000,000" and gap[4] == "**not run**" and gap[6].startswith("27.93")
     (tmp_path / "partial" / "ppo_procgen_starpilot_seed1").mkdir(parents=True)
@@ -85,36 +85,51 @@ def test_folder_of_results(tmp_path, capsys):
     assert "no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["", '{"command": "pyth', "[1", "null"])
+def test_damaged_files_are_named(tmp_path, capsys, content):
+    """An empty or half JSON is named and left out, and the rest is reported."""
+    write(tmp_path, "ppo_procgen/bigfish/seed1", 12.0)
+    damaged = [tmp_path / name for name in ("gpu/ppo_procgen/coinrun/seed1.json", "speed/x.json", "floor/x.json")]
+    for path in damaged:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    assert report.main(["--results", str(tmp_path)]) == 0
+    assert "12.00" in (tmp_path / "README.md").read_text()
+    assert len(report.speed_table(tmp_path)) == len(report.floor_table(tmp_path)) == 2
+    printed = capsys.readouterr().err
+    assert all(str(path) in printed for path in damaged) and "bigfish" not in printed
+
+
 def test_seeds(tmp_path):
-    """Mean and error over seeds; all revisions and machines."""
+    """Mean and standard error over three seeds, the values of two; all revisions and machines."""
     scores, hashes = [1.0, 2.0, 6.0], ["1" * 40, "1" * 40, "1" * 40 + "-dirty"]
     for seed, (score, git) in enumerate(zip(scores, hashes, strict=True), 1):
-        curve = ((100, 0.0, 5), (61_000, score, 1), (61_440, score + 1, 3))  # three games of four have one more
+        curve = ((100, 0.0, 5), (61_000, score, 1), (61_440, score + 1, 3))  # three of four episodes have one more
         before = dict(git_before=["2" * 40]) if seed == 1 else {}
         write_seed(tmp_path, seed, score, curve=curve, git=git, cpu="Other" if seed == 2 else "CPU", **before)
     error = np.std(scores, ddof=1) / 3**0.5
     row = starpilot(tmp_path)
-    assert row[3:5] == ["3 seeds", f"3.00 +- {error:.2f}"]
-    assert row[5:8] == [f"3.75 +- {error:.2f} (12 games)", "none at these steps", "-"]
+    assert row[3:5] == ["3 seeds", f"3.00 ± {error:.2f}"]
+    assert row[5:8] == [f"3.75 ± {error:.2f} (12 episodes)", "none at these steps", "-"]
     assert row[8:] == ["CPU, 2 cores; Other, 2 cores", "2222222, 1111111, 1111111-dirty"]
     write_seed(tmp_path, 3, 99.0, error="gone", curve=((61_440, 99.0, 1),))
     row = starpilot(tmp_path)  # nothing of a failed seed
-    assert row[3:5] == ["2 seeds, 1 failed", "1.50 +- 0.50"] and row[5] == "2.25 +- 0.50 (8 games)"
+    assert row[3:5] == ["2 seeds, 1 failed", "1.00, 2.00"] and row[5] == "1.75, 2.75 (8 episodes)"
     write_seed(tmp_path, 3, 99.0, command="python ppo_procgen.py --env-id starpilot --lr 1e-1")
-    assert starpilot(tmp_path)[3:5] == ["2 seeds", "1.50 +- 0.50"]  # nor of one with the suite's earlier flags
+    assert starpilot(tmp_path)[3:5] == ["2 seeds", "1.00, 2.00"]  # nor of one with earlier flags
     write_seed(tmp_path, 3, 99.0, curve=((100, 1.0, 5),))
-    row = starpilot(tmp_path)  # long games at its end
-    assert row[3] == "3 seeds" and row[5] == "2.25 +- 0.50 (8 games, 2 of 3 seeds)"
+    row = starpilot(tmp_path)  # no episode ended at its end
+    assert row[3] == "3 seeds" and row[5] == "1.75, 2.75 (8 episodes, 2 of 3 seeds)"
 
 
 def test_smooth():
-    """Of each window its last step, and the mean over its games, of which long ones are few."""
+    """Each window has its last step and the mean over its episodes."""
     rows = [(10, 1.0, 3), (90, 5.0, 1), (110, 7.0, 2)]
     assert report.smooth(rows, 100) == ([90, 110], [2.0, 7.0])
 
 
 def test_published_numbers():
-    """The nearest step within a tenth, its last tenth and error over runs; frames are four to a step; splits differ."""
+    """The nearest step within 10 %, its last tenth and standard error; four frames are a step; splits differ."""
     points, (openai,) = report.reference(), run.jobs_of("gpu", "ppo_procgen-openai")
     (bigfish,), (montezuma,) = run.jobs_of("gpu", "ppo_procgen/bigfish"), run.jobs_of("gpu", "ppo_atari_snd")
     tenths, errors = (report.reference(column) for column in ("last_tenth", "stderr"))
@@ -135,7 +150,7 @@ def test_published_numbers():
 
 @pytest.mark.slow
 def test_page_in_a_browser(tmp_path):
-    """Debian's chromium draws the committed page: a row for each cell, a choice for each game, the curves."""
+    """Debian's chromium draws the committed page: a row per cell, a choice per game, the curves."""
     browser = shutil.which("chromium")
     assert browser, "apt-get install chromium"
     page = ROOT / "benchmark" / "results" / "index.html"

@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 import types
@@ -17,7 +18,7 @@ from conftest import ROOT, SAME_STEP, FakeVecEnv, plain_deviation, random_episod
 
 FOLDER = ROOT / "benchmark" / "variants"
 STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
-ITERATION = "--num-envs 4 --num-steps 16 --minibatch-size 32 --torch-threads 1 --env-threads 1 --quiet"
+ITERATION = "--num-envs 4 --num-steps 16 --minibatch-size 32 --threads 1 --quiet"
 LEAPER = "--env-id leaper --channels 4 4 4"
 BONUS = "--warmup-steps 3 --update-epochs 1"
 OWN = {
@@ -25,6 +26,7 @@ OWN = {
     "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
     "procgen_rnd": LEAPER,
     "snd_procgen": f"--env-id jumper --snd-features 8 {BONUS}",
+    "snd_paper": f"--env-id Breakout --target std --snd-features 8 --max-episode-steps 30 {BONUS}",
     "snd_breakout": f"--env-id Breakout --snd-features 8 --max-episode-steps 30 {BONUS}",
     "rnd_michalnand": f"--config ppo_rnd_b2 --snd-features 8 --max-episode-steps 30 {BONUS}",
 }
@@ -43,9 +45,9 @@ def variant(monkeypatch):
 
 @pytest.mark.parametrize("name", OWN)
 def test_runs(variant, name, tmp_path, monkeypatch):
-    """As typed, shrunk: two iterations and an evaluation; a variant with a state goes on, and is played again."""
+    """As typed, but small: two iterations and an evaluation; a variant with a state is resumed and played again."""
     module = variant(name)
-    for part in {"Args", "Agent", "SND", "Logger", "make_envs"} & vars(module).keys():
+    for part in {"Args", "Agent", "SND", "Run"} & vars(module).keys():
         assert getattr(module.script, part) is getattr(module, part)  # of the script, too
     monkeypatch.chdir(tmp_path)
 
@@ -60,7 +62,7 @@ def test_runs(variant, name, tmp_path, monkeypatch):
     folder, file = tmp_path / "runs" / "x", FOLDER / f"{name}.py"
     run(file, *f"{ITERATION} {OWN[name]} --total-timesteps 128 --eval-episodes 2 --run-name x".split())
     own = json.loads((folder / "eval.json").read_text())
-    assert json.loads((folder / "config.json").read_text())["script"] == name and own["step"] == 128
+    assert json.loads((folder / "config.json").read_text())[-1]["script"] == name and own["step"] == 128
     if name == "procgen_rnd":
         run(ROOT / "benchmark" / "evaluate.py", folder, "--episodes", 2, "--out", tmp_path / "out.json")
         assert json.loads((tmp_path / "out.json").read_text()) == own
@@ -96,7 +98,7 @@ def test_augmentations_by_hand(variant):
 
 @pytest.mark.parametrize("name", ["procgen_augment", "impala_augment"])
 def test_augmentation_is_in_updates_only(variant, monkeypatch, name):
-    """Acting sees frames as they are; a row's two frames move alike; `once` moves a row as before, `anew` does not."""
+    """Acting sees unchanged frames; a row's two frames move alike; `once` moves a row as before, `anew` does not."""
     module = variant(name)
     monkeypatch.setattr(module.Agent.__mro__[2], "forward", lambda self, obs: obs)  # the script's own network
     obs = torch.randint(256, (32, 3, 64, 64), dtype=torch.uint8).repeat(1, 2, 1, 1)
@@ -112,7 +114,7 @@ def test_augmentation_is_in_updates_only(variant, monkeypatch, name):
 
 
 def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
-    """Over the deviation of its sums along time, through ends; then the predictor learns; all of it is resumed."""
+    """Divided by the std of its discounted sums, through ends; then the predictor learns; all of it is resumed."""
     module = variant("procgen_rnd")
     games = FakeVecEnv(random_episodes(2, ends=("terminated",)), SAME_STEP, shape=(6, 16, 16), learn=True)
     monkeypatch.setattr(module, "plain_envs", lambda *args: games)
@@ -138,19 +140,33 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
     with torch.no_grad():
         assert np.mean([envs.errors(frames).mean() for frames in games.seen[:20]]) < np.mean(errors)
     written = []
-    monkeypatch.setattr(module.Logger.__mro__[1], "save", lambda self, name, state: written.append(state))
-    object.__new__(module.Logger).save("checkpoint.pt", {})
-    monkeypatch.setattr(module.script, "load_checkpoint", lambda run: written[0])
+    monkeypatch.setattr(module.Run.__mro__[1], "save", lambda self, name, state, outputs: written.append(state))
+    object.__new__(module.Run).save("checkpoint.pt", {}, [])
+    written = copy.deepcopy(written)
+    monkeypatch.setattr(module.script, "load_checkpoint", lambda run: copy.deepcopy(written[0]))
     args.seed, args.resume = 2, "run"
     again = module.make_envs(args, 2, "training from 40")
     assert torch.equal(again.errors(obs), envs.errors(obs)) and again is not envs
     assert torch.equal(again.normalizer.sums, envs.normalizer.sums) and again.optimizer.state_dict()["state"]
+    # In one go or resumed, the divisor is the same: the discounted sums are saved, too.
+    bonus, done = torch.rand(30, 2), torch.zeros(2)
+    for x in bonus:
+        assert torch.equal(envs.normalizer(x, done), again.normalizer(x, done))
+    # With other environments, these sums have to build up first: 5 / (1 - gamma) rows stay out.
+    other = module.script.RewardNormalizer(0.9, 3)
+    before = written[0]["rnd_normalizer"]["sums"]
+    other.restore(**copy.deepcopy(written[0]["rnd_normalizer"]))
+    sums = [other.sums.clone() for _ in range(53) if len(other(torch.ones(3), torch.zeros(3)))]
+    assert torch.equal(sums[49], before) and not torch.equal(sums[52], before)
+    written[0] = {"agent": {}}
+    with pytest.raises(module.script.UsageError, match="not a run of procgen_rnd"):
+        module.make_envs(args, 2, "training from 40")
 
 
 def test_exploration_envs_reset_in_the_next_step(variant):
-    """The row of an end shows the frame before it, the row after it plays a no-op, has no reward and begins a game."""
+    """An end's row shows the frame before it; the row after it plays a no-op, has no reward and begins an episode."""
     module = variant("snd_procgen")
-    first = [([3.0, -2.0, 5.0], "terminated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")]
+    first = [([3.0, -2.0, 5.0], "truncated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")]
     games = FakeVecEnv([first, [([1.0] * 9, "terminated")]], SAME_STEP, num_actions=15, shape=(6, 64, 64))
     envs = module.ExplorationEnvs(games, 0, seed=1)
     envs.reset()
@@ -170,23 +186,26 @@ def test_exploration_envs_reset_in_the_next_step(variant):
 
 
 def test_snd_sees_the_colours_of_the_newest_frame(variant):
-    """Packing loses nothing; policy: two frames, SND: the last one, each with the layers of the paper's SND-V."""
+    """Packing loses nothing. The policy sees two frames, SND the last; both have the layers of the paper's SND-V."""
     module = variant("snd_procgen")
     frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
     envs = module.ExplorationEnvs(FakeVecEnv(random_episodes(3), SAME_STEP, shape=(6, 64, 64)), 0, seed=1)
     packed = torch.from_numpy(envs.pack(frames))
     assert (module.unpack(packed).numpy() == frames).all()
-    args = module.Args(snd_features=8, snd_preprocess="none")
-    agent, snd = module.Agent((2, 128, 128), 15, args), module.SND(128, args)
+    args = module.Args(snd_features=8)
+    agent, snd = module.Agent((2, 128, 128), 15, args), module.SND((1, 128, 128), args)
     values = module.script.Agent.__mro__[1].forward(agent, torch.from_numpy(frames))[1]
     assert torch.equal(agent(packed)[1], values) and agent.trunk[9].in_features == 64 * 8 * 8
     x = torch.from_numpy(frames[:, 3:]).float() / 255
     error = (snd.predictor(x) - snd.target(x)).square()
     np.testing.assert_allclose(snd.errors(packed[:, -1:]).detach(), error.detach(), rtol=1e-5)
+    snd.frames.update(packed[:, -1:])  # as the script does in every iteration
+    with pytest.raises(module.script.UsageError, match="--noop-max"):
+        module.make_envs(module.Args(noop_max=5), 1, "game")
 
 
 def test_pixelated_frames(variant, monkeypatch):
-    """Half of the frames at half the resolution, a quarter at a quarter; then lost pixels and noise."""
+    """Half of the frames have half the resolution, a quarter a quarter; then lost pixels and noise."""
     module = variant("snd_breakout")
     shares = []
     monkeypatch.setattr(module, "chance", lambda share, x, *size: shares.append(share) or torch.tensor(share > 0.2))
@@ -196,7 +215,7 @@ def test_pixelated_frames(variant, monkeypatch):
     expected = half.repeat_interleave(4, 2).repeat_interleave(4, 3) - 0.2
     np.testing.assert_allclose(module.script.hide_tiles(x), expected, atol=1e-6)
     assert shares == [0.5, 0.25, 0.1, 0.125]
-    assert module.script.SND(84, module.script.Args()).target[0].weight.shape == (32, 1, 8, 8)
+    assert module.script.SND((1, 84, 84), module.script.Args()).target[0].weight.shape == (32, 1, 8, 8)
 
 
 WEIGHTS = {  # of the trunks, by hand; width of the critic and gain of its weights
@@ -230,25 +249,32 @@ def test_policies_of_michalnand(variant, config):
 
 
 def test_bonus_of_michalnand(variant):
-    """Half the sum of squared errors of frames less their mean, with b2 over its deviation; rnd_1's weights coupled."""
+    """Half the sum of squared errors of frames less their mean; b2: divided by its std; rnd_1: coupled weights."""
     module = variant("rnd_michalnand")
-    frames = torch.randint(256, (8, 1, 32, 32), dtype=torch.uint8)
-    bonuses = {}
+    rollout = torch.randint(256, (3, 8, 1, 32, 32), dtype=torch.uint8)  # 3 steps of 8 environments
     for config in ("ppo_rnd_b0", "ppo_rnd_b2", "rnd_1"):
         torch.manual_seed(1)
-        args = module.Args(config=config)
-        rnd = module.RND(32, args)
-        rnd.frames.update(frames)
+        args = module.Args(config=config, num_steps=3, num_envs=8)
+        rnd = module.RND((1, 32, 32), args)
+        rnd.frames.update(rollout[0])
         with torch.no_grad():
-            x = (frames - frames.double().mean(0)).float() / 255
+            rnd.errors(rollout[2])  # by `save`: no part of the statistics
+            rnd.frames.update(rollout[0])  # nor is a warm-up step the end of a rollout
+            mean = rollout[0].double().mean(0)
+            x = (rollout - mean).float().flatten(0, 1) / 255
             error = (rnd.predictor(x) - rnd.target(x)).square()
-            bonuses[config] = args.eta * rnd.errors(frames).mean(1)
-        # Its loss has no deviation.
-        np.testing.assert_allclose(rnd.errors(frames).detach(), error, rtol=1e-2, atol=1e-6)
-        if config != "ppo_rnd_b2":
-            np.testing.assert_allclose(bonuses[config], error.sum(1) / 2, rtol=1e-3)
-    raw = bonuses["ppo_rnd_b0"]
-    np.testing.assert_allclose(bonuses["ppo_rnd_b2"], raw / raw.std(correction=0), rtol=0.05)
+            bonus = torch.cat([args.eta * rnd.errors(frames).mean(1) for frames in rollout])
+        expected = error.mean(1) if config == "ppo_rnd_b2" else error.sum(1) / 2  # the first std is 1
+        np.testing.assert_allclose(bonus, expected, rtol=1e-3)
+        # The loss is not divided.
+        np.testing.assert_allclose(rnd.errors(rollout[0]).detach(), error[:8].detach(), rtol=1e-2, atol=1e-6)
+        rnd.frames.update(rollout.flatten(0, 1))  # the end of a rollout
+        with torch.no_grad():
+            x = (rollout.flatten(0, 1) - rnd.frames.mean) / 255
+            mean_error = (rnd.predictor(x) - rnd.target(x)).square().mean(1)
+            after = torch.cat([args.eta * rnd.errors(frames).mean(1) for frames in rollout])
+        divisor = error.mean(1).std(correction=0) if config == "ppo_rnd_b2" else 1 / args.eta
+        np.testing.assert_allclose(after, mean_error / divisor, rtol=0.02)
     last = torch.cat([rnd.target[9].weight, rnd.predictor[9].weight]).detach()  # of rnd_1
     np.testing.assert_allclose(last @ last.T, 2 * np.eye(1024), atol=1e-3)
 
@@ -258,18 +284,18 @@ def weights(run):
     return torch.cat([x.flatten().double() for x in saved["agent"].values()])
 
 
-def test_pbt_trial_goes_on_with_the_copy_of_a_better_one(variant, tmp_path):
+def test_pbt_trial_continues_the_copy_of_a_better_one(variant, tmp_path):
     """The whole run is copied; then its own seed, number of steps and present numbers count, not the other's."""
     pbt, trials = variant("pbt"), []
     args = variant("ppo_procgen").Args(env_id="leaper", num_envs=4, num_steps=16, minibatch_size=64, channels=(4, 4, 4))
     args.run_dir, args.update_epochs, args.eval_episodes, args.quiet = str(tmp_path), 1, 0, True
     for number in range(2):
         trial = object.__new__(type("Alone", (pbt.Trial,), {"trial_id": f"x_0000{number}", "iteration": 0}))
-        trial.setup({}, pbt.Options("ppo_procgen", str(tmp_path), slice_steps=150), args)
-        trial.config = {"lr": 1e-3 * (number + 1), "ent_coef": 0.01}
+        trial.setup({}, {"script": "ppo_procgen", "slice_steps": 150}, vars(args))
+        trial.config = {"lr": np.float64(1e-3 * (number + 1)), "ent_coef": np.float64(0.01)}
         assert trial.step()["step"] == 128  # whole iterations
         trials.append(trial)
-    better, worse = trials
+    worse, better = trials  # the worse one's seed is the default, the copied run's is not
     assert not torch.equal(weights(better.run), weights(worse.run))
     better.save_checkpoint(tmp_path / "copy")
     worse.load_checkpoint(tmp_path / "copy")
@@ -278,16 +304,16 @@ def test_pbt_trial_goes_on_with_the_copy_of_a_better_one(variant, tmp_path):
         trial.config = {"lr": 8e-4, "ent_coef": 0.02}
         type(trial).iteration = 1
         assert trial.step()["step"] == 256
-    ours, theirs = [timeless(trial.run) for trial in trials]
-    assert ours[:2] == theirs[:2] and ours[2] != theirs[2]  # the same past, other games since
-    assert [float(row["train/lr"]) for row in theirs] == [1e-3, 1e-3, 8e-4, 8e-4]
-    flags = json.loads((worse.run / "config.json").read_text())["args"]
-    assert flags["seed"] == args.seed + 1 and flags["ent_coef"] == [0.02]
+    copied, own = [timeless(trial.run) for trial in trials]
+    assert copied[:2] == own[:2] and copied[2] != own[2]  # the same past, other episodes since
+    assert [float(row["train/lr"]) for row in copied] == [2e-3, 2e-3, 8e-4, 8e-4]
+    flags = json.loads((worse.run / "config.json").read_text())[-1]["args"]
+    assert flags["seed"] == args.seed and flags["ent_coef"] == [0.02]
     (tmp_path / "metrics.csv").write_text("step,episode/return,episode/count\n10,100,5\n20,1,3\n30,,0\n40,5,1\n")
     assert pbt.mean_return(tmp_path, 10) == 2.0 and pbt.mean_return(tmp_path, 40) == -np.inf
 
 
-PBT = f"{LEAPER} --num-envs 16 --num-steps 32 --minibatch-size 64 --torch-threads 1".split()
+PBT = f"{LEAPER} --num-envs 16 --num-steps 32 --minibatch-size 64 --threads 1".split()
 
 
 @pytest.mark.slow
@@ -313,23 +339,58 @@ def test_pbt_ends_when_a_trial_fails(tmp_path):
     assert "a loss is not finite" in error.read_text()
 
 
-def test_pbt_refuses_in_one_line(variant, tmp_path, capsys):
-    pbt = variant("pbt")
-    assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--slice-steps", "100", "--", *PBT]) == 2
-    assert pbt.main(["ppo_procgen", str(tmp_path), "--slice-steps", "512", "--", *PBT]) == 2
-    assert pbt.main(["ppo_procgen", str(tmp_path / "a"), "--ent-coef", "0", "0.03", "--", *PBT]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert (
-        len(errors) == 3
-        and "--total-timesteps 100" in errors[0]
-        and "exists" in errors[1]
-        and "LogUniform" in errors[2]
-    )
+def test_pbt_refuses_in_one_line(variant, tmp_path, monkeypatch, capsys):
+    """Before Ray starts, or what Ray says when it cannot; no folder is left."""
+    pbt, new, flags = variant("pbt"), str(tmp_path / "a" / "b"), ["--", *PBT]
+
+    def init(address, **options):  # as with a TMPDIR of 110 characters
+        raise OSError("AF_UNIX path length\ncannot exceed 107 bytes")
+
+    monkeypatch.setattr(pbt.ray, "init", init)
+    for words, part in {
+        (new, "--slice-steps", "100", *flags): "--total-timesteps 100",
+        (str(tmp_path), "--slice-steps", "512", *flags): "exists",
+        (new, "--ent-coef", "0", "0.03", *flags): "--ent-coef 0.0 0.03",
+        (new, "--lr", "nan", "0.1", *flags): "--lr nan",
+        (new, "--population", "1", *flags): "--population 1",
+        (new, *flags, "--resume", new): "--resume",
+        (new, "--slice-steps", "512", *flags): "AF_UNIX path length cannot exceed",
+    }.items():
+        assert pbt.main(["ppo_procgen", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert part in line, line
     assert not list(tmp_path.iterdir())
 
 
+def test_pbt_workers_find_the_script(variant, tmp_path):
+    """Ray unpickles a trial's arguments in a worker that was started in another folder."""
+    pbt = variant("pbt")
+    code = """if True:
+        import pickle, sys
+        setup, options, flags, trial = pickle.load(sys.stdin.buffer)
+        setup(trial, {}, options, flags)
+        print(trial.args.env_id, trial.args.seed)
+    """
+    from ray import cloudpickle
+
+    trial = types.SimpleNamespace(trial_id="x_00003")
+    setup = types.FunctionType(pbt.Trial.setup.__code__, {"ROOT": pbt.ROOT, "Path": Path, "sys": sys})
+    setup.__globals__["importlib"] = importlib
+    flags = vars(variant("ppo_procgen").Args(env_id="leaper", run_dir=str(tmp_path)))
+    data = cloudpickle.dumps((setup, {"script": "ppo_procgen", "slice_steps": 1}, flags, trial))
+    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, cwd=tmp_path)
+    assert done.stdout == b"leaper 4\n", done.stderr.decode()
+
+
+def test_hub_without_docstrings(tmp_path):
+    """`python -OO` removes them."""
+    command = [sys.executable, "-OO", FOLDER / "hub.py", tmp_path / "run", "user/name", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "eval.json" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
-    """Its figures, command and files; a run that was not evaluated, or went on after it, is refused in one line."""
+    """Its figures, command and files; a run without an evaluation of its last step is refused in one line."""
     hub, run, folder = variant("hub"), tmp_path / "run", tmp_path / "run-hub"
     run.mkdir()
     arguments = [str(run), "user/name", "--dry-run"]
@@ -337,9 +398,10 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     assert "eval.json" in capsys.readouterr().err
     flags = vars(variant("appo_atari").Args()) | {"env_id": "Pong", "run_dir": "x"}
     flags |= {"vtrace": True, "anneal_lr": False, "lr": [0, 5e-4, 1e6, 1e-4]}
-    config = {"script": "appo_atari", "args": flags, "git": "abc123", "torch": "2.13.0", "cpu": "EPYC", "gpu": None}
-    config["ranks"] = 1
-    (run / "config.json").write_text(json.dumps(config))
+    part = {"script": "appo_atari", "args": flags, "git": "abc123", "cpu": "EPYC", "gpu": None, "ranks": 1}
+    first_edition = part | {"git": "old1", "torch": "2.12.0"}
+    part["packages"] = {"torch": "2.13.0", "envpool": "1.0.1"}
+    (run / "config.json").write_text(json.dumps([part | {"git": "fed987"}, part]))
     scores = {"mean": 16.561, "stderr": 2.567, "returns": [14.0, 19.122]}
     (run / "eval.json").write_text(json.dumps({"step": 499712, "splits": {"game": scores}}))
     (run / "metrics.csv").write_text("step\n499712\n")
@@ -349,8 +411,10 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     card = (folder / "README.md").read_text()
     assert json.loads(card.split("---\n")[1])["model-index"][0]["results"]
     command = "    python appo_atari.py --env-id Pong --lr 0 0.0005 1000000.0 0.0001 --no-anneal-lr --vtrace\n"
-    for part in ("| game | 16.56 +/- 2.57 | 2 |", "499,712", "abc123", "EPYC", "(replay.mp4)", command):
-        assert part in card
+    revisions = "revision fed987, then abc123. Packages: torch 2.13.0, envpool 1.0.1."
+    for text in ("| game | 16.56 ± 2.57 | 2 |", "499,712", revisions, "EPYC", "(replay.mp4)", command):
+        assert text in card
+    assert "revision old1. Packages: torch 2.12.0." in hub.card([first_edition], {"step": 1, "splits": {}}, None)
     assert hub.command_of("appo_atari", flags, ranks=2).startswith("torchrun --nproc-per-node 2 appo_atari.py --env-id")
     snd_flags = json.loads(json.dumps(vars(variant("ppo_atari_snd").Args()) | {"seed": 3}))
     command = hub.command_of("snd_breakout", snd_flags, ranks=1)
@@ -364,3 +428,17 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     assert hub.main(arguments[:2]) == 0 and sent == [("user/name", folder)]
     torch.save({"step": 500000}, run / "checkpoint.pt")
     assert hub.main(arguments) == 2 and "checkpoint.pt of 500000" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert hub.main([*arguments, "--film", str(tmp_path / "x.mp4")]) == 2 and not folder.exists()
+    assert "--film" in capsys.readouterr().err
+    (run / "config.json").write_text('[{"script"')
+    assert hub.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1
+
+    def broken(*rest):
+        raise OSError("a bug")
+
+    (run / "config.json").write_text(json.dumps([part]))
+    monkeypatch.setattr(hub, "card", broken)
+    torch.save({"step": 499712}, run / "checkpoint.pt")
+    with pytest.raises(OSError, match="a bug"):  # no one-line message for unexpected errors
+        hub.main(arguments)

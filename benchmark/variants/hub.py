@@ -1,10 +1,10 @@
-"""A finished run to the Hugging Face Hub: its checkpoint and a model card with its evaluation.
+"""Upload a finished run to the Hugging Face Hub: checkpoint and model card with the evaluation.
 
     python benchmark/variants/hub.py runs/NAME user/repository --dry-run  # writes runs/NAME-hub
-    python benchmark/variants/hub.py runs/NAME user/repository            # writes and sends it
+    python benchmark/variants/hub.py runs/NAME user/repository            # writes and uploads it
 
-Sending needs `pip install huggingface_hub` and `hf auth login`. An .mp4 in the run folder,
-or --film, goes along.
+Uploading needs `pip install huggingface_hub` and `hf auth login`. An .mp4 in the run's folder, or
+--film, is included.
 """
 
 import argparse
@@ -12,41 +12,47 @@ import importlib
 import json
 import shutil
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-NO_SETTING = {"run_dir", "run_name", "resume", "quiet", "device", "torch_threads", "env_threads"}
-PACKAGES = ("numpy", "gymnasium", "envpool", "procgen-mirror")
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark" / "variants")]
+NO_SETTING = "run_dir run_name resume quiet device threads torch_threads env_threads".split()
 CARD = """---
 {metadata}
 ---
-# {script}.py on {args[env_id]}
+# {script}.py on {game}
 
-After {step:,} agent steps, actions drawn, scores not clipped:
+After {step:,} environment steps; actions are sampled and scores are not clipped:
 
-| split | mean return +/- standard error | games |
+| split | mean return ± standard error | episodes |
 |---|---|---|
 {table}
 {film}
     {command}
 
-Code: revision {git}; torch {torch}; when this was written, {versions}. Ran on {cpu}, GPU: {gpu}.
-The command is for the revision that wrote this: flags equal to its defaults are left out.
-With these files in FOLDER, `python benchmark/evaluate.py FOLDER` plays it.
+Code: revision {revisions}. Packages: {packages}. CPU: {cpu}, GPU: {gpu}.
+The command leaves out flags that equal the defaults of the revision that wrote this card.
+With these files in FOLDER, `python benchmark/evaluate.py FOLDER` plays the agent.
 """
 
 
+class UsageError(ValueError):
+    """A mistake the user can fix: `main` prints it in one line and returns 2."""
+
+
 def command_of(script: str, args: dict, ranks: int) -> str:
-    """What a newcomer types: the flags that differ from the script's defaults of today."""
+    """What a user would type: the flags that differ from the script's present defaults."""
+    if not any(
+        (folder / f"{script}.py").exists() for folder in (ROOT, ROOT / "benchmark/variants")
+    ):
+        raise UsageError(f"made by {script}.py, which is not here")
     module = importlib.import_module(script)
     start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
     words = [*start, str(Path(module.__file__).resolve().relative_to(ROOT))]
-    module = getattr(module, "script", module)  # a variant without Args of its own
-    defaults = json.loads(json.dumps(vars(module.Args())))  # no tuples
+    module = getattr(module, "script", module)  # a variant without its own Args
+    defaults = json.loads(json.dumps(vars(module.Args())))  # tuples become lists
     for name, value in args.items():
         if name in NO_SETTING or value == defaults.get(name):
             continue
@@ -58,41 +64,57 @@ def command_of(script: str, args: dict, ranks: int) -> str:
     return " ".join(words)
 
 
-def card(config: dict, evaluation: dict, film: Path | None) -> str:
-    script = config["script"]
-    game = config["args"]["env_id"]
+def card(parts: list[dict], evaluation: dict, film: Path | None) -> str:
+    """The text of README.md; parts: of config.json, one per start or resume."""
+    last = parts[-1]
+    script, game = last["script"], last["args"]["env_id"]
     rows = []
     result = {"task": {"type": "reinforcement-learning"}, "dataset": {"type": game, "name": game}}
     result["metrics"] = []
     for split, scores in evaluation["splits"].items():
-        score = f"{scores['mean']:.2f} +/- {scores['stderr']:.2f}"
+        score = f"{scores['mean']:.2f} ± {scores['stderr']:.2f}"
         metric = {"type": "mean_reward", "name": f"mean return, {split}", "value": score}
         result["metrics"].append(metric)
         rows.append(f"| {split} | {score} | {len(scores['returns'])} |")
     metadata = {"library_name": "pytorch", "tags": ["reinforcement-learning", script, game]}
     metadata["model-index"] = [{"name": script, "results": [result]}]
-    installed = {package.name: package.version for package in distributions()}
-    versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
+    packages = last.get("packages") or {"torch": last["torch"]}  # the first edition
+    revisions = dict.fromkeys(str(part["git"]) for part in parts)
     return CARD.format(
-        metadata=json.dumps(metadata, indent=1),  # JSON is YAML
+        metadata=json.dumps(metadata, indent=1, ensure_ascii=False),  # JSON is YAML
+        script=script,
+        game=game,
         step=evaluation["step"],
         table="\n".join(rows),
         film="\n[A film](replay.mp4)\n" if film else "",
-        command=command_of(script, config["args"], config.get("ranks", 1)),
-        versions=", ".join(versions),
-        **config,
+        command=command_of(script, last["args"], last["ranks"]),
+        revisions=", then ".join(revisions),
+        packages=", ".join(f"{name} {version}" for name, version in packages.items()),
+        cpu=last["cpu"],
+        gpu=last["gpu"],
     )
 
 
 def write(run: Path, film: Path | None, folder: Path):
-    evaluation = json.loads((run / "eval.json").read_text())
-    config = json.loads((run / "config.json").read_text())
-    step = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)["step"]
+    """Write the folder that is uploaded; nothing is written if a file of the run is missing."""
+    if film and not film.is_file():
+        raise UsageError(f"--film {film}: no such file")
+    try:
+        evaluation = json.loads((run / "eval.json").read_text())
+        parts = json.loads((run / "config.json").read_text())
+        parts = parts if isinstance(parts, list) else [parts]  # the first edition wrote one part
+        checkpoint = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
+        evaluation["splits"], evaluation["step"], parts[-1]["args"]["env_id"], parts[-1]["script"]
+        step = checkpoint["step"]
+    except Exception as error:  # a damaged or foreign file can raise nearly anything
+        wanted = "eval.json, config.json and checkpoint.pt"
+        raise UsageError(f"{run}: no readable {wanted}, {error!r}") from None
     if step != evaluation["step"]:
-        raise ValueError(f"eval.json is of step {evaluation['step']}, checkpoint.pt of {step}")
+        raise UsageError(f"eval.json is of step {evaluation['step']}, checkpoint.pt of {step}")
     film = film or next(run.glob("*.mp4"), None)
+    text = card(parts, evaluation, film)
     folder.mkdir(exist_ok=True)
-    (folder / "README.md").write_text(card(config, evaluation, film))
+    (folder / "README.md").write_text(text)
     for name in ("checkpoint.pt", "config.json", "eval.json", "metrics.csv"):
         shutil.copy(run / name, folder)
     if film:
@@ -102,24 +124,30 @@ def write(run: Path, film: Path | None, folder: Path):
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, help="run folder, with eval.json")
-    parser.add_argument("repository", help="user/name on the Hub; made, public, if there is none")
-    parser.add_argument("--film", type=Path, help="else an .mp4 in the run folder, if any")
-    parser.add_argument("--dry-run", action="store_true", help="write the folder, send nothing")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="folder of a run, with eval.json")
+    parser.add_argument("repository", help="user/name on the Hub; created, public, if missing")
+    parser.add_argument("--film", type=Path, help="default: an .mp4 in the run's folder, if any")
+    parser.add_argument("--dry-run", action="store_true", help="write the folder, do not upload")
     options = parser.parse_args(argv)
     folder = Path(f"{options.run.resolve()}-hub")
     try:
-        write(options.run, options.film, folder)
-        print(folder)
+        hub = None
         if not options.dry_run:
-            api = importlib.import_module("huggingface_hub").HfApi()  # optional
-            url = api.create_repo(options.repository, exist_ok=True)
-            api.upload_folder(repo_id=url.repo_id, folder_path=folder)
-            print(url)
-    except Exception as error:  # a damaged file or the Hub's client raises nearly anything
-        print("hub.py:", type(error).__name__, *str(error).split(), file=sys.stderr)
+            try:
+                hub = importlib.import_module("huggingface_hub")
+            except ImportError:
+                raise UsageError("uploading needs `pip install huggingface_hub`") from None
+        write(options.run, options.film, folder)
+    except UsageError as error:
+        print("hub.py:", *str(error).split(), file=sys.stderr)
         return 2
+    print(folder)
+    if hub:
+        api = hub.HfApi()
+        url = api.create_repo(options.repository, exist_ok=True)
+        api.upload_folder(repo_id=url.repo_id, folder_path=folder)
+        print(url)
     return 0
 
 

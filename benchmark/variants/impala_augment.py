@@ -1,11 +1,11 @@
-"""impala_procgen.py with random augmentation of the frames, in updates only.
+"""impala_procgen.py with random augmentation of the frames, only in updates.
 
     python benchmark/variants/impala_augment.py --env-id bigfish --augment flip translate
 
-Actors act on the frames as they are; V-trace's values and probabilities are those of moved ones,
-the frame that bootstraps a fragment included. Source, moves and departures: procgen_augment.py.
+Actors act on the unchanged frames. V-trace's values and probabilities are those of moved frames,
+including the frame that bootstraps a fragment. Source, moves and departures: procgen_augment.py.
 
-Not measured; the entry gives no score of IMPALA with and without.
+Not measured; the entry has no score of IMPALA with or without it.
 """
 
 import sys
@@ -31,6 +31,7 @@ script.SCRIPT = "impala_augment"
 script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
+script.AT_MOST_1 += " augment_chance"
 
 if __name__ == "__main__":
     sys.exit(script.main())

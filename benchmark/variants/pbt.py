@@ -1,15 +1,17 @@
-"""Population-based training of any of the five scripts, by Ray Tune's own scheduler.
+"""Population-based training of any of the five scripts, with Ray Tune's scheduler.
 
     python benchmark/variants/pbt.py appo_atari runs/pbt --population 4 --slices 20 \\
         --slice-steps 500000 -- --env-id Pong --minibatch-size 256 --update-epochs 2
 
-Jaderberg et al. 2017, arXiv:1711.09846. A trial trains a slice of steps with a constant learning
-rate and entropy weight of its own (no --anneal-lr). Then all wait, and the worst quarter (of two,
-the worse) goes on with copies of the best quarter's runs, their two numbers times 0.8 or 1.2 or,
-one time in four, drawn anew. The score is the mean return of the games that ended in the slice.
-The trials are runs like any other; tune/ has Ray's log of who copied whom. On a cluster all nodes
-have this repository and the folder at the same paths. Sample Factory's own population differs: 30 %
-are replaced, a number changes with probability 0.15, by a factor of 1.1 to 1.5, others do too.
+Jaderberg et al. 2017, arXiv:1711.09846. Each trial has its own constant learning rate and entropy
+weight (--anneal-lr is off) and trains one slice of steps. Then all wait, and the worst quarter (the
+worse of two) continues with copies of the runs of the best quarter. Both numbers are multiplied by
+0.8 or 1.2 or, one time in four, drawn again. The score is the mean return of the episodes that
+ended in the slice. Trials are ordinary runs; tune/ holds Ray's log of who copied whom. On a
+cluster, all nodes need this repository and the folder at the same paths.
+
+Sample Factory's population differs: it replaces 30 %, changes a number with probability 0.15 by a
+factor of 1.1 to 1.5, and changes other numbers too.
 """
 
 import csv
@@ -27,42 +29,54 @@ import tyro
 from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = str(Path(__file__).resolve().parents[2])
+sys.path.insert(0, ROOT)
 SCRIPTS = ("appo_atari", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "ppo_procgen")
 
 
 @dataclass
 class Options:
     script: tyro.conf.Positional[Literal[*SCRIPTS]]  # its own flags come last, after --
-    folder: tyro.conf.Positional[str]  # a new one for the trials
-    population: int = 4  # trials; 2 for Sample Factory's two policies
-    slices: int = 20  # of each trial
-    slice_steps: int = 500_000  # agent steps of a slice
-    lr: tuple[float, float] = (5e-5, 1e-3)  # learning rates are drawn from here
-    ent_coef: tuple[float, float] = (1e-4, 3e-2)  # entropy weights are drawn from here
-    cpus: int = 1  # cores of a trial
-    gpus: float = 0  # GPU share of a trial; with 0 Ray hides the GPUs
-    address: str = ""  # of a Ray cluster; "" = this machine alone
+    folder: tyro.conf.Positional[str]  # new folder for the trials
+    population: int = 4  # trials, at least 2 (Sample Factory's two policies: 2)
+    slices: int = 20  # slices per trial
+    slice_steps: int = 500_000  # environment steps per slice
+    lr: tuple[float, float] = (5e-5, 1e-3)  # range of the learning rates, drawn log-uniformly
+    ent_coef: tuple[float, float] = (1e-4, 3e-2)  # range of the entropy weights, likewise
+    cpus: int = 1  # cores per trial
+    gpus: float = 0  # GPU share per trial; with 0 Ray hides the GPUs
+    address: str = ""  # of a Ray cluster; "" = only this machine
+
+
+class UsageError(ValueError):
+    """A mistake the user can fix: `main` prints it in one line and returns 2."""
 
 
 class Trial(tune.Trainable):
-    """A run folder that grows by a slice a step(); to load a better trial's is the exploitation."""
+    """A run that grows by a slice per step(); loading the run of a better trial is the copying."""
 
-    def setup(self, config, options, args):
+    def setup(self, config, options, flags):
+        # Ray's worker may have been started in any folder.
+        if ROOT not in sys.path:
+            sys.path.insert(0, ROOT)
+        self.script = importlib.import_module(options["script"])
+        self.slice_steps = options["slice_steps"]
         number = int(self.trial_id.split("_")[-1])
-        self.script = importlib.import_module(options.script)
-        self.slice_steps = options.slice_steps
-        self.run = Path(args.run_dir, f"trial_{number}")
-        # A seed of its own: or the copy of a run would play the same games as that run.
-        self.args = replace(args, run_name=self.run.name, seed=args.seed + number)
+        self.run = Path(flags["run_dir"], f"trial_{number}")
+        # Its own seed: otherwise the copy of a run would play the same episodes as that run.
+        own = {"run_name": self.run.name, "seed": flags["seed"] + number}
+        self.args = self.script.Args(**flags | own)
 
     def step(self):
         start = self.iteration * self.slice_steps
         args = replace(self.args, total_timesteps=start + self.slice_steps)
-        args.resume = str(self.run) if start else ""
         args.lr = (self.config["lr"],)
         args.ent_coef = (self.config["ent_coef"],)
-        step = self.script.train(args)["step"]
+        saved = None
+        if start:
+            args.resume = str(self.run)
+            saved = self.script.load_checkpoint(args.resume)  # so that args win over its flags
+        step = self.script.train(args, saved=saved)["step"]
         return {"step": step, "score": mean_return(self.run, start)}
 
     def save_checkpoint(self, folder):
@@ -70,11 +84,11 @@ class Trial(tune.Trainable):
 
     def load_checkpoint(self, folder):
         shutil.rmtree(self.run, ignore_errors=True)
-        shutil.copytree(folder, self.run, ignore=shutil.ignore_patterns(".*"))  # Ray's own
+        shutil.copytree(folder, self.run, ignore=shutil.ignore_patterns(".*"))  # Ray's files
 
 
 def mean_return(run: Path, start: int) -> float:
-    """Of the games that ended after step `start`; -inf, the worst, where none did."""
+    """Of the episodes that ended after step `start`; -inf, the worst, without any."""
     rows = csv.DictReader((run / "metrics.csv").read_text().splitlines())
     rows = [row for row in rows if int(row["step"]) > start and int(row["episode/count"])]
     counts = [int(row["episode/count"]) for row in rows]
@@ -82,38 +96,65 @@ def mean_return(run: Path, start: int) -> float:
     return float(np.average(returns, weights=counts)) if rows else -np.inf
 
 
+def set_up(options: Options, folder: Path, words: list[str]) -> tuple[dict, dict]:
+    """Check everything and start Ray -> the trials' flags, the numbers that Tune changes."""
+    script = importlib.import_module(options.script)
+    args = tyro.cli(script.Args, args=words)
+    for name, low in {"population": 2, "slices": 1, "slice_steps": 1, "cpus": 1, "gpus": 0}.items():
+        if not getattr(options, name) >= low:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {getattr(options, name)}: must be at least {low}")
+    for name in ("lr", "ent_coef"):
+        low, high = getattr(options, name)
+        if not 0 < low <= high < np.inf:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {low} {high}: must be two rising positive numbers")
+    if args.resume:
+        raise UsageError("--resume: the trials are new runs")
+    if folder.exists():
+        raise UsageError(f"{folder}: exists already")
+    args = replace(args, run_dir=str(folder), eval_episodes=0, eval_every=0, quiet=True)
+    args.threads = args.threads or options.cpus
+    if hasattr(args, "anneal_lr"):
+        args.anneal_lr = False  # it would restart in every slice
+    script.prepare(replace(args, total_timesteps=options.slice_steps), None)  # raises UsageError
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray reports every start
+    try:
+        ray.init(options.address or "local", log_to_driver=False)
+    except (OSError, ValueError, ConnectionError) as error:  # such as a long TMPDIR, no cluster
+        raise UsageError(f"Ray does not start (RAY_TMPDIR names its folder): {error}") from None
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        ray.shutdown()
+        raise UsageError(f"{folder}: {error}") from None
+    numbers = {name: tune.loguniform(*getattr(options, name)) for name in ("lr", "ent_coef")}
+    return vars(args), numbers
+
+
 def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)
     options = tyro.cli(Options, args=argv[:split], description=__doc__)
     folder = Path(options.folder).absolute()
-    script = importlib.import_module(options.script)
-    args = tyro.cli(script.Args, args=argv[split + 1 :])
-    args = replace(args, run_dir=str(folder), eval_episodes=0, eval_every=0, quiet=True)
-    args.torch_threads = args.torch_threads or options.cpus
-    args.env_threads = args.env_threads or options.cpus
-    if hasattr(args, "anneal_lr"):
-        args.anneal_lr = False  # it would begin anew in each slice
     try:
-        numbers = {"lr": tune.loguniform(*options.lr)}
-        numbers["ent_coef"] = tune.loguniform(*options.ent_coef)
-        script.check(replace(args, total_timesteps=options.slice_steps))
-        folder.mkdir(parents=True)
-    except (ValueError, OSError) as error:  # UsageError and Ray's own are ValueErrors
-        print("pbt.py:", error, file=sys.stderr)
+        flags, numbers = set_up(options, folder, argv[split + 1 :])
+    except ValueError as error:
+        if type(error).__name__ != "UsageError":  # the script has its own class of that name
+            raise
+        print("pbt.py:", *str(error).split(), file=sys.stderr)
         return 2
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each start
-    ray.init(options.address or "local", log_to_driver=False)
-    np.random.seed(args.seed)  # of the first numbers; what Ray draws later is not reproducible
-    # synch: compared at equal steps, after each slice
+    np.random.seed(flags["seed"])  # for the first numbers; Ray's later draws are not reproducible
+    # synch: compare at the same number of steps, after each slice
     when = {"time_attr": "training_iteration", "perturbation_interval": 1, "synch": True}
     pbt = PopulationBasedTraining(metric="score", mode="max", hyperparam_mutations=numbers, **when)
-    trial = tune.with_parameters(Trial, options=options, args=args)
+    # Plain dicts: Ray's worker unpickles them before `setup` has made the script importable.
+    trial = tune.with_parameters(Trial, options=vars(options), flags=flags)
     trial = tune.with_resources(trial, {"cpu": options.cpus, "gpu": options.gpus})
     plan = tune.TuneConfig(scheduler=pbt, num_samples=options.population)
     stop = {"training_iteration": options.slices}
     keep = tune.CheckpointConfig(num_to_keep=3)
-    fail = tune.FailureConfig(fail_fast=True)  # else the others wait for a failed trial for ever
+    fail = tune.FailureConfig(fail_fast=True)  # otherwise the others would wait for a failed trial
     run = tune.RunConfig(
         "tune", str(folder), stop=stop, checkpoint_config=keep, failure_config=fail
     )

@@ -1,18 +1,21 @@
-"""ppo_procgen.py with random augmentation of the frames, in updates only.
+"""ppo_procgen.py with random augmentation of the frames, only in updates.
 
     python benchmark/variants/procgen_augment.py --env-id bigfish --augment flip translate
     python benchmark/variants/impala_augment.py --env-id bigfish  # the same for impala_procgen.py
 
-Source: `transforms.py` of T. Tumiel's entry to the NeurIPS 2020 Procgen competition: moves of the
-observations of a rollout, each with probability 0.3 for a row; it ships flips with translations.
-As there, acting, old log-probabilities and values are of the frames as they are; moved ones are
-seen where gradients are on. The frames of a row move alike; actions stay. `--augment-draw once`, as
-in the entry: a row moves the same way in all epochs, by draws that are a hash of its pixels.
+Source: `transforms.py` of T. Tumiel's entry to the NeurIPS 2020 Procgen competition, which moves
+the observations of a rollout, each move with probability 0.3 per row. Its default is flips and
+translations. As there, acting, old log-probabilities and values use the unchanged frames, and only
+forward passes with gradients see moved ones. All frames of a row move alike; actions stay the same.
+With `--augment-draw once`, as in the entry, a row moves the same way in all epochs: its draws are a
+hash of its pixels.
 
-Not measured. Departures: the entry's pad-crop left stacked frames alone; its crops have whole
-pixels as corners (here centres of pixels, so that none from beyond the edges is needed); its
-translations by 8 are half as likely as the others; it draws anew in each rollout, so that equal
-observations may move differently.
+Not measured. Departures from the entry:
+- its pad-crop left stacked frames unchanged;
+- the corners of its crops are whole pixels; here the corners are centres of pixels, so that no
+  pixel from beyond the edges is needed;
+- its translations by 8 pixels are half as likely as the others;
+- it draws again for every rollout, so equal observations of two rollouts may move differently.
 """
 
 import math
@@ -33,8 +36,8 @@ Move = Literal["flip", "rotate", "crop", "translate", "pad_crop"]
 @dataclass
 class Flags:
     augment: tuple[Move, ...] = ("flip", "translate")  # moves of a row's frames, in this order
-    augment_chance: float = 0.3  # of each of them, for a row
-    augment_draw: Literal["once", "anew"] = "once"  # for a row in all epochs, or in each of them
+    augment_chance: float = 0.3  # probability of each move, per row
+    augment_draw: Literal["once", "anew"] = "once"  # draw a row's moves once, or in every epoch
 
 
 @dataclass
@@ -42,8 +45,8 @@ class Args(Flags, script.Args):
     pass
 
 
-# Each takes the coordinates of new pixels, from the centre of a frame whose outermost ones are
-# `half` away, and returns those of the pixels to take; a, b and c are (B, 1, 1) draws of [0, 1).
+# A move maps the coordinates of the new pixels to those of the old pixels they show. Coordinates
+# are relative to the frame's centre, from -half to half; a, b and c are draws of [0, 1), (B, 1, 1).
 
 
 def flip(x, y, half, a, b, c):
@@ -68,7 +71,7 @@ def translate(x, y, half, a, b, c):
 
 def pad_crop(x, y, half, a, b, c):
     x, y = x + half + (21 * a).floor() - 10, y + half + (21 * b).floor() - 10
-    x, y = x.abs(), y.abs()  # reflected at the outermost pixels, here and on the other side
+    x, y = x.abs(), y.abs()  # reflect at one edge; the next line at the other one
     return half - (2 * half - x).abs(), half - (2 * half - y).abs()
 
 
@@ -76,7 +79,7 @@ MOVES = {move.__name__: move for move in (flip, rotate, crop, translate, pad_cro
 
 
 def augment(frames, names: tuple[str, ...], chance: float, draws):
-    """Square frames, uint8 (B, C, S, S) -> the same, moved; draws: (B, 4 * names), of [0, 1)."""
+    """Move square frames, uint8 (B, C, S, S) -> the same shape; draws: (B, 4 * moves) of [0, 1)."""
     half = (frames.shape[-1] - 1) / 2
     line = torch.arange(frames.shape[-1], device=frames.device) - half
     y, x = torch.meshgrid(line, line, indexing="ij")
@@ -91,7 +94,7 @@ def augment(frames, names: tuple[str, ...], chance: float, draws):
 
 
 class Augmented:
-    """Mixed into a script's Agent: moves the frames where gradients are on."""
+    """Mixed into a script's Agent: moves the frames in forward passes with gradients."""
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__(obs_shape, num_actions, args)
@@ -117,6 +120,7 @@ script.SCRIPT = "procgen_augment"
 script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
+script.AT_MOST_1 += " augment_chance"
 
 if __name__ == "__main__":
     sys.exit(script.main())

@@ -2,16 +2,19 @@
 
     python benchmark/variants/rnd_michalnand.py --env-id MontezumaRevenge --config rnd_1
 
-Source: github.com/michalnand/reinforcement_learning; its RND is its SND but for a fixed target,
-frames less their mean, and the bonus: half the sum of 512 squared errors, at most 1. Departures as
-in ppo_atari_snd.py; b2, b3 update a deviation a piece at a time; A's critic adds its hidden layer's
-input to its output (his: the output before the ReLU to that after it). Guesses: B's paddings, D's
-gains and ReLU. --target, --snd-net and --snd-preprocess do nothing here. Not measured; his rnd_1
-has 6,219 on Montezuma's Revenge at 128M steps (mean of 3 runs).
+Source: github.com/michalnand/reinforcement_learning. His RND is his SND except that the target is
+fixed, frames only have their mean subtracted, and the bonus is half the sum of 512 squared errors,
+at most 1. Not measured; his rnd_1 has 6,219 on Montezuma's Revenge at 128M steps (mean of 3 runs).
+
+Departures: those of ppo_atari_snd.py; b2 and b3 divide by the std of the bonuses before this
+rollout (1 in the first rollout; his: before every step); A's critic adds its hidden layer's input
+to its output (his: the output before the ReLU to the output after it).
+Guesses: B's paddings, D's gains and ReLU.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +31,7 @@ POLICIES = {  # convolutions: width, kernel, stride, padding; widths of the line
     "c": ([(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)], [512]),
     "d": ([(128, 8, 8, 0)], [512]),
 }
-CONFIGS = {  # policy, gain of the critic's hidden layer, is the bonus over its running deviation
+CONFIGS = {  # policy, gain of the critic's hidden layer, whether the bonus is divided by its std
     "rnd_1": ("c", 0.1, False),
     "ppo_rnd_a0": ("a", 0.1, False),
     "ppo_rnd_b0": ("b", 0.1, False),
@@ -39,13 +42,14 @@ CONFIGS = {  # policy, gain of the critic's hidden layer, is the bonus over its 
     "ppo_rnd_c1": ("c", 2**0.5, False),
     "ppo_rnd_d0": ("d", 0.1, False),
 }
-script.CONVOLUTIONS["elu"] = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
+SND_CONVS = script.SND_CONVS  # of rnd_1
+RND_CONVS = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]  # of the others
 
 
 @dataclass
 class Args(script.Args):
-    config: Literal[*CONFIGS] = "rnd_1"
-    eta: float = 256  # bonus = eta x the mean of the 512 squared errors, limited to --int-clip
+    config: Literal[*CONFIGS] = "rnd_1"  # policy, gain and bonus, see CONFIGS
+    eta: float = 256  # bonus = this x the mean of the 512 squared errors, at most --int-clip
 
 
 class Attention(nn.Module):
@@ -61,7 +65,7 @@ class Attention(nn.Module):
         return x + F.relu(self.mix(x))
 
 
-class Residual(nn.Linear):  # of ReLU's outputs: never negative, and forward()'s ReLU does nothing
+class Residual(nn.Linear):  # its input is a ReLU's output, so the ReLU after it does nothing
     def forward(self, x):
         return x + F.relu(super().forward(x))
 
@@ -69,6 +73,7 @@ class Residual(nn.Linear):  # of ReLU's outputs: never negative, and forward()'s
 class Agent(script.Agent):
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         nn.Module.__init__(self)
+        self.bf16 = args.precision == "bf16"
         policy, critic_gain, _ = CONFIGS[args.config]
         convs, widths = POLICIES[policy]
         size = obs_shape[0]
@@ -92,32 +97,46 @@ class Agent(script.Agent):
 
 
 class RND(script.SND):
-    def __init__(self, size: int, args: Args):
+    def __init__(self, frame_shape: tuple[int, int, int], args: Args):
         coupled = args.config == "rnd_1"  # weights are halves of one orthogonal matrix
-        super().__init__(size, replace(args, snd_net="elu4" if coupled else "elu"))
-        self.bonuses = script.RunningMoments()
+        script.SND_CONVS = SND_CONVS if coupled else RND_CONVS
+        super().__init__(frame_shape, args)
+        self.args = args
+        self.bonuses = script.RunningMoments((), count=1e-4, variance=1, epsilon=1e-12)
+        self.recent = deque(maxlen=args.num_steps)  # mean errors of the last steps, each (N,)
+        self.frames.update = self.update
         for one, other in zip(self.target, self.predictor, strict=False):
             if coupled and hasattr(one, "weight"):
                 both = torch.empty(2 * len(one.weight), *one.weight.shape[1:])
                 one.weight.data, other.weight.data = nn.init.orthogonal_(both, 2**0.5).chunk(2)
 
     def preprocess(self, frames):
-        return (frames.float() - self.frames.mean().float()) / 255
+        return (frames.float() - self.frames.mean) / 255
 
     def target_loss(self, frames, others, far):
         return 0 * sum(weights.sum() for weights in self.target.parameters())  # it learns nothing
 
     def errors(self, frames):
         errors = super().errors(frames)
-        if CONFIGS[self.args.config][2] and not torch.is_grad_enabled():  # asked for the bonus
-            self.bonuses.update(errors.mean(1))
-            errors = errors / (self.args.eta * self.bonuses.std()).float()
+        if not torch.is_grad_enabled():  # asked for the bonus
+            self.recent.append(errors.mean(1))
+            if CONFIGS[self.args.config][2]:
+                errors = errors / (self.args.eta * self.bonuses.std)
         return errors
+
+    def update(self, frames):
+        """In place of the frame statistics' own: after a rollout, also update the bonuses'."""
+        type(self.frames).update(self.frames, frames)
+        rows = sum(map(len, self.recent))
+        if len(self.recent) == self.recent.maxlen and len(frames) == rows:  # after a rollout
+            self.bonuses.update(torch.cat([*self.recent]))
 
 
 script.SCRIPT = "rnd_michalnand"
 script.__doc__ = __doc__
-script.Args, script.Agent, script.SND = Args, Agent, RND
+script.Args = Args
+script.Agent = Agent
+script.SND = RND
 
 if __name__ == "__main__":
     sys.exit(script.main())

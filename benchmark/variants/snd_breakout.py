@@ -3,10 +3,10 @@
     python benchmark/variants/snd_breakout.py --env-id Breakout --ext-coef 0 --eta 0.256 \\
         --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000  # no reward
 
-Source: github.com/michalnand/reinforcement_learning. It replaces two things in ppo_atari_snd.py:
-the convolutions of `--snd-net elu4` (target and predictor), and `hide_tiles`, which distorts the
-frames of a pair. The policy's network stays the script's (his run's: a last convolution of 64, not
-128, and no linear layer that policy and critic share).
+Source: github.com/michalnand/reinforcement_learning. Changes to ppo_atari_snd.py: the convolutions
+of target and predictor, and `hide_tiles`, the augmentation of the frames of a pair. The policy
+network is the script's (the source's has a last convolution of 64 channels, not 128, and no linear
+layer that policy and critic share).
 """
 
 import sys
@@ -21,16 +21,16 @@ from ppo_atari_snd import chance
 
 
 def pixelate(x):
-    """(B, 1, S, S): half of the frames are seen at half the resolution, a quarter at a quarter.
+    """Augment frames (B, 1, H, W): half are at half the resolution, a quarter at a quarter.
 
     An eighth lose a tenth of their pixels; all get noise of up to 0.2.
     """
-    size = x.shape[-1]
-    for factor, share in [(2, 0.5), (4, 0.25)]:
+    height, width = x.shape[2:]
+    for factor, probability in [(2, 0.5), (4, 0.25)]:
         coarse = F.avg_pool2d(x, factor, ceil_mode=True)
-        coarse = F.interpolate(coarse, scale_factor=factor)[..., :size, :size]
-        x = torch.where(chance(share, x), coarse, x)
-    x = x.masked_fill(chance(0.1, x, size, size) & chance(0.125, x), 0)
+        coarse = F.interpolate(coarse, scale_factor=factor)[..., :height, :width]
+        x = torch.where(chance(probability, x), coarse, x)
+    x = x.masked_fill(chance(0.1, x, height, width) & chance(0.125, x), 0)
     noise = torch.rand_like(x) * 0.4 - 0.2
     return x + noise
 
@@ -38,8 +38,8 @@ def pixelate(x):
 script.SCRIPT = "snd_breakout"
 script.__doc__ = __doc__
 script.hide_tiles = pixelate
-# Width, kernel, stride and padding of each: those of michalnand's RND.
-script.CONVOLUTIONS["elu4"] = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
+# width, kernel, stride and padding of each convolution, as in michalnand's RND
+script.SND_CONVS = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
 
 if __name__ == "__main__":
     sys.exit(script.main())
