@@ -77,11 +77,11 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network of the learner; unmeasured on a GPU
+    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
     micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # games per evaluation (there is always one at the end); 0 = never
+    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # no progress, only evaluations
     # environment

@@ -67,15 +67,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    total_timesteps: int = 128_000_000
-    """total environment steps (1 step = 4 frames), rounded down to whole rollouts"""
+    total_timesteps: int = 128_000_000  # total environment steps of 4 frames, in whole rollouts
     seed: int = 1  # on a CPU, runs with the same flags write identical metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the policy network; unmeasured on a GPU
+    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
     micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration

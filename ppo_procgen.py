@@ -76,7 +76,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network; unmeasured on a GPU
+    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
     micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration

@@ -74,7 +74,7 @@ class Script:
         options = dict(eval_episodes=0, quiet=True, run_name="a", total_timesteps=ITERATION) | changes
         args = tyro.cli(self.module.Args, args=KINDS[self.name].split())
         if hasattr(args, "num_groups"):
-            options["num_groups"] = 1
+            options.setdefault("num_groups", 1)
         return self.module.train(replace(args, **options), giving(envs))
 
 

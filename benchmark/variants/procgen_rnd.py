@@ -58,12 +58,11 @@ class Curious(gym.vector.VectorWrapper):
 
     def state(self) -> dict:
         """What a checkpoint has to hold."""
-        normalizer = {"returns": self.normalizer.returns, "sums": self.normalizer.sums}
         return {
             "rnd_target": self.target.state_dict(),
             "rnd_predictor": self.predictor.state_dict(),
             "rnd_optimizer": self.optimizer.state_dict(),
-            "rnd_normalizer": normalizer,
+            "rnd_normalizer": self.normalizer.state(),
         }
 
     def restore(self, saved: dict):
