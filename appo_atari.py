@@ -343,12 +343,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
-    advantage = torch.zeros_like(reward)
-    trace = torch.zeros_like(reward[0])
+    advantage = torch.zeros_like(value)  # its last row stays 0
     for t in reversed(range(len(reward))):
-        trace = delta[t] + gamma * lam * (1 - done[t]) * trace
-        advantage[t] = trace
-    return advantage
+        advantage[t] = delta[t] + gamma * lam * (1 - done[t]) * advantage[t + 1]
+    return advantage[:-1]
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
@@ -825,8 +823,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
     envs.close()
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
-    spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
-    tqdm.write(f"game: return {mean:.2f} {spread}")
+    tqdm.write(f"game: return {mean:.2f} ± {stderr:.2f} (std error, {len(returns)} episodes)")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 

@@ -159,7 +159,8 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
         frame, _ = pool.reset()
-        self.frames = [frame] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
+        # Oldest first, each (N, 3, 64, 64)
+        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
@@ -169,14 +170,13 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
     def step(self, actions):
         frame, reward, terminated, truncated, _ = self.pool.step(actions)
+        self.frames = [*self.frames[1:], frame]
         done = terminated | truncated
         if done.any():
             # EnvPool would reset in the next step and ignore that step's action.
-            frame[done], _ = self.pool.reset(np.flatnonzero(done))
-        self.frames = [*self.frames[1:], frame]
-        if done.any():
-            new = done[:, None, None, None]
-            self.frames = [np.where(new, frame, old) for old in self.frames]
+            first, _ = self.pool.reset(np.flatnonzero(done))
+            for kept in self.frames:
+                kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
@@ -194,8 +194,8 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
         import envpool
     # One seed per environment, drawn as in the procgen package: ProcgenGym3Env(rand_seed=...)
-    random = np.random.RandomState(stream_seed(args.seed, stream))
-    seeds = random.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)
+    rng = np.random.RandomState(stream_seed(args.seed, stream))
+    seeds = rng.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)
     pool = envpool.make(
         f"{args.env_id.title()}{args.distribution_mode.title()}-v0",
         env_type="gymnasium",
@@ -697,8 +697,9 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
-        tqdm.write(f"{split}: return {mean:.2f} {spread}")
+        tqdm.write(
+            f"{split}: return {mean:.2f} ± {stderr:.2f} (std error, {len(returns)} episodes)"
+        )
     return splits
 
 

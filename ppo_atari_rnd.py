@@ -53,7 +53,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformReward
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -151,8 +151,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
     The step after an end ignores its action, has reward 0 and returns the first observation of the
-    next episode: it is no transition. Rewards are the signs of the game's. info["episode"] has the
-    return and length so far, unclipped; info["_episode"] marks the episodes that end.
+    next episode: it is no transition. Rewards are the game's.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -167,23 +166,14 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.rooms_ever = np.zeros(256, bool)  # seen in any episode
 
     def reset(self, *, seed=None, options=None):
-        self.done = np.zeros(self.num_envs, bool)
-        self.returns = np.zeros(self.num_envs)
-        self.lengths = np.zeros(self.num_envs, int)
         return self.pool.reset()
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = self.pool.step(actions)
-        # `done` is still the last step's: an episode's first row has no reward and no length.
-        self.returns = np.where(self.done, 0, self.returns + info["reward"])
-        self.lengths = np.where(self.done, 0, self.lengths + 1)
-        self.done = terminated | truncated
         if self.room_byte is not None:
             self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        info["episode"] = {"r": self.returns, "l": self.lengths}
-        info["_episode"] = self.done
-        # EnvPool calls a game that is over at the time limit truncated only.
-        terminated = self.done & (info["terminated"] > 0)
+        # If a game ends exactly at the time limit, EnvPool reports only the truncation.
+        terminated = (terminated | truncated) & (info["terminated"] > 0)
         return obs, reward, terminated, truncated, info
 
     def close_extras(self, **kwargs):
@@ -212,13 +202,13 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         noop_max=args.noop_max,
         use_fire_reset=args.fire_reset,
         episodic_life=False,
-        reward_clip=True,
         max_episode_steps=args.max_episode_steps,
         img_height=args.frame_size,
         img_width=args.frame_size,
         stack_num=args.stack,
     )
-    return AtariEnvs(pool, num_envs, ROOM_BYTE.get(game))
+    envs = RecordEpisodeStatistics(AtariEnvs(pool, num_envs, ROOM_BYTE.get(game)))
+    return TransformReward(envs, np.sign)
 
 
 def stream_seed(seed: int, stream: str) -> int:
@@ -353,7 +343,6 @@ class RND(nn.Module):
         self.frames = RunningMoments(frame_shape, 1e-4, 1, 0)
         self.returns = RunningMoments((), 1e-4, 1, 0)
         self.register_buffer("discounted", torch.zeros(args.num_envs, dtype=torch.float64))
-        self.register_buffer("skip", torch.tensor(0))  # rows that stay out of `returns`
         self.target = convolutions(1, 3, nn.LeakyReLU(0.2))
         self.predictor = convolutions(1, 3, nn.LeakyReLU(0.2))
         width = self.target(torch.zeros(1, *frame_shape)).shape[1]
@@ -392,17 +381,8 @@ class RND(nn.Module):
         for row in bonus:
             self.discounted = self.gamma * self.discounted + row.double()
             sums.append(self.discounted)
-        skip = min(int(self.skip), len(sums))
-        self.skip -= skip
-        self.returns.update(torch.stack(sums)[skip:].flatten())
+        self.returns.update(torch.cat(sums))
         return bonus / self.returns.std
-
-    def restore(self, state: dict):
-        """Continue a run. The discounted sums of other environments first have to build up."""
-        if RANK > 0 or len(state["discounted"]) != len(self.discounted):
-            skip = math.ceil(5 / (1 - self.gamma)) if self.gamma < 1 else 0
-            state = state | {"discounted": self.discounted, "skip": torch.tensor(skip)}
-        self.load_state_dict(state)
 
 
 # --- mathematics ---
@@ -423,12 +403,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
-    advantage = torch.zeros_like(reward)
-    trace = torch.zeros_like(reward[0])
+    advantage = torch.zeros_like(value)  # its last row stays 0
     for t in reversed(range(len(reward))):
-        trace = delta[t] + gamma * lam * (1 - done[t]) * trace
-        advantage[t] = trace
-    return advantage
+        advantage[t] = delta[t] + gamma * lam * (1 - done[t]) * advantage[t + 1]
+    return advantage[:-1]
 
 
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
@@ -547,7 +525,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     best = saved["best"]
     if args.resume:
         agent.load_state_dict(saved["agent"])
-        rnd.restore(saved["rnd"])
+        sums = saved["rnd"]["discounted"]  # any number of environments takes them over
+        saved["rnd"]["discounted"] = sums[torch.arange(N) % len(sums)]
+        rnd.load_state_dict(saved["rnd"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
         rooms_ever |= saved["rooms_ever"].numpy()
@@ -750,8 +730,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
     envs.close()
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
-    spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
-    tqdm.write(f"game: return {mean:.2f} {spread}")
+    tqdm.write(f"game: return {mean:.2f} ± {stderr:.2f} (std error, {len(returns)} episodes)")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 

@@ -158,7 +158,8 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
         frame, _ = pool.reset()
-        self.frames = [frame] * (shown[-1] + 1)  # oldest first, each (N, 3, 64, 64)
+        # Oldest first, each (N, 3, 64, 64)
+        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
@@ -168,14 +169,13 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
     def step(self, actions):
         frame, reward, terminated, truncated, _ = self.pool.step(actions)
+        self.frames = [*self.frames[1:], frame]
         done = terminated | truncated
         if done.any():
             # EnvPool would reset in the next step and ignore that step's action.
-            frame[done], _ = self.pool.reset(np.flatnonzero(done))
-        self.frames = [*self.frames[1:], frame]
-        if done.any():
-            new = done[:, None, None, None]
-            self.frames = [np.where(new, frame, old) for old in self.frames]
+            first, _ = self.pool.reset(np.flatnonzero(done))
+            for kept in self.frames:
+                kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
@@ -193,8 +193,8 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
         import envpool
     # One seed per environment, drawn as in the procgen package: ProcgenGym3Env(rand_seed=...)
-    random = np.random.RandomState(stream_seed(args.seed, stream))
-    seeds = random.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)
+    rng = np.random.RandomState(stream_seed(args.seed, stream))
+    seeds = rng.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)
     pool = envpool.make(
         f"{args.env_id.title()}{args.distribution_mode.title()}-v0",
         env_type="gymnasium",
@@ -292,12 +292,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
-    advantage = torch.zeros_like(reward)
-    trace = torch.zeros_like(reward[0])
+    advantage = torch.zeros_like(value)  # its last row stays 0
     for t in reversed(range(len(reward))):
-        trace = delta[t] + gamma * lam * (1 - done[t]) * trace
-        advantage[t] = trace
-    return advantage
+        advantage[t] = delta[t] + gamma * lam * (1 - done[t]) * advantage[t + 1]
+    return advantage[:-1]
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
@@ -370,32 +368,21 @@ class RewardNormalizer:
         self.gamma = gamma
         self.returns = torch.zeros(num_envs, dtype=torch.float64)
         self.sums = torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64)  # of 1, x and x^2
-        self.skip = 0  # steps that stay out of the sums
 
     def __call__(self, reward, done):
         """reward, done: (N,) -> (N,)."""
         self.returns = self.gamma * self.returns + reward
         new = torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
-        if self.skip > 0:
-            self.skip -= 1
-            new = torch.zeros(3, dtype=torch.float64)
         self.sums += WORLD * mean_over_ranks(new)
         self.returns *= 1 - done
         count, total, squares = self.sums.tolist()
         variance = squares / count - (total / count) ** 2
         return (reward.double() / (variance + 1e-8) ** 0.5).clamp(-10, 10)
 
-    def state(self) -> dict:
-        return {"sums": self.sums, "returns": self.returns, "skip": self.skip}
-
-    def restore(self, sums, returns, skip: int):
-        """Continue a run. The returns of other environments first have to build up."""
+    def restore(self, sums, returns):
+        """Continue a run; any number of environments takes over the saved returns."""
         self.sums = sums
-        if RANK == 0 and len(returns) == len(self.returns):
-            self.returns = returns
-            self.skip = skip
-        elif self.gamma < 1:
-            self.skip = math.ceil(5 / (1 - self.gamma))
+        self.returns = returns[torch.arange(len(self.returns)) % len(returns)]
 
 
 # --- training ---
@@ -503,7 +490,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             "best": best,
             "agent": agent.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "normalizer": normalizer.state(),
+            "normalizer": {"sums": normalizer.sums, "returns": normalizer.returns},
             "kl_coef": kl_coef,
         }
         run.save(name, state, outputs)
@@ -632,8 +619,9 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
         mean = float(np.mean(returns))
         stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        spread = f"± {stderr:.2f} (standard error, {len(returns)} episodes)"
-        tqdm.write(f"{split}: return {mean:.2f} {spread}")
+        tqdm.write(
+            f"{split}: return {mean:.2f} ± {stderr:.2f} (std error, {len(returns)} episodes)"
+        )
     return splits
 
 

@@ -165,7 +165,7 @@ def test_ranks_stay_bit_equal(script, two_ranks):
 @pytest.mark.parametrize("flags", ["--seed $RANK", "--num-envs $((4 + 4 * RANK))"])
 def test_ranks_with_other_flags_are_refused(flags, tmp_path):
     """Other seeds or sizes would leave each rank with weights of its own, or hang."""
-    command = f"exec {sys.executable} {ROOT / 'ppo_procgen.py'} {' '.join(TINY)} 128 {flags}"
+    command = f"exec {sys.executable} {ROOT / 'ppo_procgen.py'} {' '.join(TINY)} 1024 {flags}"
     launch = [*TORCHRUN, "--no-python", "bash", "-c", command]
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "different flags" in done.stderr

@@ -58,11 +58,12 @@ class Curious(gym.vector.VectorWrapper):
 
     def state(self) -> dict:
         """What a checkpoint has to hold."""
+        normalizer = {"sums": self.normalizer.sums, "returns": self.normalizer.returns}
         return {
             "rnd_target": self.target.state_dict(),
             "rnd_predictor": self.predictor.state_dict(),
             "rnd_optimizer": self.optimizer.state_dict(),
-            "rnd_normalizer": self.normalizer.state(),
+            "rnd_normalizer": normalizer,
         }
 
     def restore(self, saved: dict):
