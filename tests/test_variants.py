@@ -152,12 +152,6 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
     bonus, done = torch.rand(30, 2), torch.zeros(2)
     for x in bonus:
         assert torch.equal(envs.normalizer(x, done), again.normalizer(x, done))
-    # With other environments, these sums have to build up first: 5 / (1 - gamma) rows stay out.
-    other = module.script.RewardNormalizer(0.9, 3)
-    before = written[0]["rnd_normalizer"]["sums"]
-    other.restore(**copy.deepcopy(written[0]["rnd_normalizer"]))
-    sums = [other.sums.clone() for _ in range(53) if len(other(torch.ones(3), torch.zeros(3)))]
-    assert torch.equal(sums[49], before) and not torch.equal(sums[52], before)
     written[0] = {"agent": {}}
     with pytest.raises(module.script.UsageError, match="not a run of procgen_rnd"):
         module.make_envs(args, 2, "training from 40")
