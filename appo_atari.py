@@ -100,8 +100,8 @@ class Args:
     num_minibatches: int = 8  # minibatches per dataset; an iteration trains on one dataset
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[float, ...] = (3.033891184e-4,)
-    """learning rate: a number, or step value step value ..., linear in between, constant outside;
-    steps are absolute and do not stretch with --total-timesteps"""
+    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
+    do not scale with --total-timesteps"""
     anneal_lr: bool = True  # multiply the learning rate by the share of the run that is left
     adam_eps: float = 1e-5  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
@@ -119,7 +119,8 @@ class Args:
     """weight of the entropy bonus: a number, or as --lr"""
 
 
-FIXED = "env_id frame_size stack"  # in a resumed run
+# What --resume cannot change; bounds of numbers
+FIXED = "env_id repeat_action_probability frame_size stack"
 AT_LEAST_1 = """num_envs num_groups num_steps num_minibatches update_epochs max_policy_lag noop_max
 stack max_episode_steps"""
 AT_MOST_1 = "gamma gae_lambda repeat_action_probability"
@@ -208,7 +209,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
         raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
-    # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share episodes.
+    # With one seed, EnvPool seeds environment i with seed + i: near seeds would share episodes.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
         f"{game}-v5",
@@ -230,7 +231,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A 31-bit hash: neither neighbouring seeds nor different streams share random numbers."""
+    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -240,8 +241,7 @@ def stream_seed(seed: int, stream: str) -> int:
 class RunningMoments(nn.Module):
     """Running mean and std of all rows seen, element by element; saved with the weights.
 
-    Starts as if `count` rows of mean 0 and this variance had been seen; `epsilon` is added to the
-    variance.
+    Starts as if `count` rows with mean 0 and this variance had been seen.
     """
 
     def __init__(self, shape: tuple[int, ...], count: float, variance: float, epsilon: float):
@@ -333,7 +333,9 @@ def sample(logits, generator=None):
     try:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     except RuntimeError as error:
-        raise FloatingPointError(f"cannot sample actions: {error}") from error
+        if torch.isfinite(logits).all():
+            raise
+        raise FloatingPointError("the policy's logits are not finite") from error
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -624,7 +626,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
                 rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
                 logits, value = agent(rows["obs"])
                 terms = ppo_terms(logits, value, rows, args.clip, args.vf_clip)
-                # Contributions to the minibatch's means; backward adds their gradients up.
+                # Each piece's share of the minibatch's means; backward adds up the gradients.
                 parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
                 loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
                 loss -= ent_coef * parts["loss/entropy"]
@@ -662,7 +664,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     batch_size = T * M * WORLD
     total = args.total_timesteps // batch_size * batch_size
     step = saved["step"]
-    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
+    # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
@@ -680,7 +682,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
     local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
     compare_ranks(asdict(args) | local, step)
     if args.compile:
@@ -800,7 +802,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
         return result
     except KeyboardInterrupt:
-        # Keeps the weights of the unfinished iteration but not its step count.
+        # The weights may include part of an unfinished iteration; its steps do not count.
         save("checkpoint.pt")
         run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
@@ -882,7 +884,7 @@ def plain(name: str, value, kind):
 
 def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     """Check all flags -> plain args, and the checkpoint to start from."""
-    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+    if args.resume and saved is None:  # called from Python: flags other than the defaults win
         saved = load_checkpoint(args.resume)
         defaults = asdict(Args())
         given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
@@ -934,7 +936,10 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    """Environments whose episodes ended, returns, lengths.
+
+    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    """
     key = "episode" if "episode" in info else "counted"
     if key not in info:
         return [], [], []
@@ -1098,7 +1103,7 @@ class Run:
         os.replace(temporary, self.folder / name)
 
     def save(self, name: str, state: dict, outputs):
-        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        """Write a checkpoint; raise FloatingPointError if weights or outputs are not finite."""
         if name == "checkpoint.pt":
             self.last_save = time.monotonic()
         if RANK > 0:
@@ -1130,7 +1135,9 @@ def main(argv=None, make_envs=make_envs) -> int:
     """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                handlers[number] = signal.signal(number, interrupt)
     try:
         saved = None
         args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])

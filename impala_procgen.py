@@ -95,8 +95,8 @@ class Args:
     minibatch_size: int = 2048  # rows of a batch, in whole rollouts of a group; one SGD step each
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
-    """learning rate: a number, or step value step value ..., linear in between, constant outside;
-    steps are absolute and do not stretch with --total-timesteps"""
+    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
+    do not scale with --total-timesteps"""
     adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, as losses are means, not sums
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: actors play while the learner trains
@@ -115,7 +115,8 @@ class Args:
     ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
-FIXED = "env_id distribution_mode stack channels pool input_shift"  # in a resumed run
+# What --resume cannot change; bounds of numbers
+FIXED = "env_id distribution_mode stack channels pool input_shift"
 AT_LEAST_1 = "num_envs num_groups num_steps update_epochs channels"
 AT_MOST_1 = "gamma vtrace_lambda"
 
@@ -132,6 +133,8 @@ def check(args: Args):
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {size * WORLD}")
     if args.start_level + args.num_levels >= 2**31:
         raise UsageError("--start-level, --num-levels: their sum must be below 2 ** 31")
+    if args.start_level and not args.num_levels:
+        raise UsageError(f"--start-level {args.start_level}: needs --num-levels")
     if args.replay_proportion > 100:
         raise UsageError(f"--replay-proportion {args.replay_proportion}: must be at most 100")
     if args.replay_proportion and not args.replay_slots:
@@ -140,14 +143,14 @@ def check(args: Args):
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the last four frames; 0 = oldest
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # indices of frames, oldest first
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
     """EnvPool's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
-    The step that ends an episode returns the first observation of the next one, whose stack it
-    fills. `truncated` marks time limits. `reset` continues episodes that have not ended.
+    The step that ends an episode returns the next one's first observation, repeated to fill the
+    stack. `truncated` marks time limits. `reset` restarts nothing.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -186,7 +189,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Create Procgen environments as specified by args.
 
-    `stream` seeds the environments; "test" uses all levels, any other name the training levels.
+    `stream` seeds the environments; "test" plays all levels, every other one the training levels.
     """
     if args.env_id not in GAMES:
         close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
@@ -210,7 +213,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A 31-bit hash: neither neighbouring seeds nor different streams share random numbers."""
+    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -283,7 +286,9 @@ def sample(logits, generator=None):
     try:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     except RuntimeError as error:
-        raise FloatingPointError(f"cannot sample actions: {error}") from error
+        if torch.isfinite(logits).all():
+            raise
+        raise FloatingPointError("the policy's logits are not finite") from error
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
@@ -544,7 +549,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     N = args.num_envs // args.num_groups
     batch_size = args.minibatch_size * WORLD
     step = saved["step"]
-    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
+    # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
@@ -564,7 +569,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
     local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
     compare_ranks(asdict(args) | local, step)
     if args.compile:
@@ -670,7 +675,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
         return result
     except KeyboardInterrupt:
-        # Keeps the weights of the unfinished iteration but not its step count.
+        # The weights may include part of an unfinished iteration; its steps do not count.
         save("checkpoint.pt")
         run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
@@ -758,7 +763,7 @@ def plain(name: str, value, kind):
 
 def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     """Check all flags -> plain args, and the checkpoint to start from."""
-    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+    if args.resume and saved is None:  # called from Python: flags other than the defaults win
         saved = load_checkpoint(args.resume)
         defaults = asdict(Args())
         given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
@@ -810,7 +815,10 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    """Environments whose episodes ended, returns, lengths.
+
+    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    """
     key = "episode" if "episode" in info else "counted"
     if key not in info:
         return [], [], []
@@ -974,7 +982,7 @@ class Run:
         os.replace(temporary, self.folder / name)
 
     def save(self, name: str, state: dict, outputs):
-        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        """Write a checkpoint; raise FloatingPointError if weights or outputs are not finite."""
         if name == "checkpoint.pt":
             self.last_save = time.monotonic()
         if RANK > 0:
@@ -1006,7 +1014,9 @@ def main(argv=None, make_envs=make_envs) -> int:
     """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                handlers[number] = signal.signal(number, interrupt)
     try:
         saved = None
         args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])

@@ -68,7 +68,7 @@ class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
     total_timesteps: int = 128_000_000  # total environment steps of 4 frames, in whole rollouts
-    seed: int = 1  # on a CPU, runs with the same flags write identical metrics (except time/*)
+    seed: int = 1  # on a CPU, the same flags reproduce the same metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
@@ -94,8 +94,8 @@ class Args:
     minibatch_size: int = 512  # rows per SGD step
     update_epochs: int = 4  # how often a row is drawn, on average
     lr: tuple[float, ...] = (1e-4,)
-    """learning rate: a number, or step value step value ..., linear in between, constant outside;
-    steps are absolute and do not stretch with --total-timesteps"""
+    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
+    do not scale with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0.5  # clip the norm of the policy network's gradient; 0 = off
     # algorithm
@@ -118,7 +118,8 @@ class Args:
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
 
 
-FIXED = "env_id frame_size stack snd_features"  # in a resumed run
+# What --resume cannot change; bounds of numbers
+FIXED = "env_id repeat_action_probability frame_size stack snd_features"
 AT_LEAST_1 = """num_envs num_steps update_epochs noop_max max_episode_steps stack pairs
 snd_features"""
 AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share"
@@ -187,7 +188,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
         raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
-    # From one seed EnvPool gives environment i seed + i: neighbouring seeds would share episodes.
+    # With one seed, EnvPool seeds environment i with seed + i: near seeds would share episodes.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
         f"{game}-v5",
@@ -209,7 +210,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A 31-bit hash: neither neighbouring seeds nor different streams share random numbers."""
+    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -267,8 +268,7 @@ class Agent(nn.Module):
 class RunningMoments(nn.Module):
     """Running mean and std of all rows seen, element by element; saved with the weights.
 
-    Starts as if `count` rows of mean 0 and this variance had been seen; `epsilon` is added to the
-    variance.
+    Starts as if `count` rows with mean 0 and this variance had been seen.
     """
 
     def __init__(self, shape: tuple[int, ...], count: float, variance: float, epsilon: float):
@@ -348,7 +348,9 @@ def sample(logits, generator=None):
     try:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     except RuntimeError as error:
-        raise FloatingPointError(f"cannot sample actions: {error}") from error
+        if torch.isfinite(logits).all():
+            raise
+        raise FloatingPointError("the policy's logits are not finite") from error
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -518,7 +520,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
     step = saved["step"]
-    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
+    # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
     obs, _ = envs.reset()
@@ -537,7 +539,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         agent.load_state_dict(saved["agent"])
         snd.load_state_dict(saved["snd"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
         rooms_ever |= saved["rooms_ever"].numpy()
     local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
     compare_ranks(asdict(args) | local, step)
@@ -698,7 +700,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
         return result
     except KeyboardInterrupt:
-        # Keeps the weights of the unfinished iteration but not its step count.
+        # The weights may include part of an unfinished iteration; its steps do not count.
         save("checkpoint.pt")
         run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
@@ -780,7 +782,7 @@ def plain(name: str, value, kind):
 
 def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     """Check all flags -> plain args, and the checkpoint to start from."""
-    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+    if args.resume and saved is None:  # called from Python: flags other than the defaults win
         saved = load_checkpoint(args.resume)
         defaults = asdict(Args())
         given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
@@ -832,7 +834,10 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    """Environments whose episodes ended, returns, lengths.
+
+    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    """
     key = "episode" if "episode" in info else "counted"
     if key not in info:
         return [], [], []
@@ -996,7 +1001,7 @@ class Run:
         os.replace(temporary, self.folder / name)
 
     def save(self, name: str, state: dict, outputs):
-        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        """Write a checkpoint; raise FloatingPointError if weights or outputs are not finite."""
         if name == "checkpoint.pt":
             self.last_save = time.monotonic()
         if RANK > 0:
@@ -1028,7 +1033,9 @@ def main(argv=None, make_envs=make_envs) -> int:
     """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                handlers[number] = signal.signal(number, interrupt)
     try:
         saved = None
         args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])

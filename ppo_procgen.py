@@ -70,7 +70,7 @@ class Args:
     # run
     env_id: str = "bigfish"  # Procgen game
     total_timesteps: int = 8_000_000  # total environment steps, rounded down to whole rollouts
-    seed: int = 1  # on a CPU, runs with the same flags write identical metrics (except time/*)
+    seed: int = 1  # on a CPU, the same flags reproduce the same metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
@@ -96,8 +96,8 @@ class Args:
     minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
     update_epochs: int = 3  # passes over a rollout
     lr: tuple[float, ...] = LR
-    """learning rate: a number, or step value step value ..., linear in between, constant outside;
-    steps are absolute and do not stretch with --total-timesteps"""
+    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
+    do not scale with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     reshuffle: bool = False
@@ -119,7 +119,8 @@ class Args:
     ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
-FIXED = "env_id distribution_mode stack channels pool input_shift"  # in a resumed run
+# What --resume cannot change; bounds of numbers
+FIXED = "env_id distribution_mode stack channels pool input_shift"
 AT_LEAST_1 = "num_envs num_steps update_epochs channels"
 AT_MOST_1 = "gamma gae_lambda norm_reward"
 
@@ -133,20 +134,22 @@ def check(args: Args):
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
     if args.start_level + args.num_levels >= 2**31:
         raise UsageError("--start-level, --num-levels: their sum must be below 2 ** 31")
+    if args.start_level and not args.num_levels:
+        raise UsageError(f"--start-level {args.start_level}: needs --num-levels")
     if args.kl_coef and not args.kl_target:
         raise UsageError("--kl-target 0: must be positive; --kl-coef 0 turns the penalty off")
 
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # of the last four frames; 0 = oldest
+STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # indices of frames, oldest first
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
     """EnvPool's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
-    The step that ends an episode returns the first observation of the next one, whose stack it
-    fills. `truncated` marks time limits. `reset` continues episodes that have not ended.
+    The step that ends an episode returns the next one's first observation, repeated to fill the
+    stack. `truncated` marks time limits. `reset` restarts nothing.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -185,7 +188,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Create Procgen environments as specified by args.
 
-    `stream` seeds the environments; "test" uses all levels, any other name the training levels.
+    `stream` seeds the environments; "test" plays all levels, every other one the training levels.
     """
     if args.env_id not in GAMES:
         close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
@@ -209,7 +212,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A 31-bit hash: neither neighbouring seeds nor different streams share random numbers."""
+    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -282,7 +285,9 @@ def sample(logits, generator=None):
     try:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
     except RuntimeError as error:
-        raise FloatingPointError(f"cannot sample actions: {error}") from error
+        if torch.isfinite(logits).all():
+            raise
+        raise FloatingPointError("the policy's logits are not finite") from error
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -412,7 +417,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
                 rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
                 logits, value = agent(rows["obs"])
                 terms = ppo_terms(logits, value, rows, args.clip, args.vf_clip)
-                # Contributions to the minibatch's means; backward adds their gradients up.
+                # Each piece's share of the minibatch's means; backward adds up the gradients.
                 parts = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
                 loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
                 loss += kl_coef * parts["train/kl"] - ent_coef * parts["loss/entropy"]
@@ -444,7 +449,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
     step = saved["step"]
-    # Another rank, or a run resumed at a later step, sees other episodes and draws other actions.
+    # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
     obs, _ = envs.reset()
@@ -461,7 +466,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     if args.resume:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps  # a flag given now wins
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
         normalizer.restore(**saved["normalizer"])
         if args.kl_coef and saved["kl_coef"]:  # otherwise --kl-coef was turned on or off
             kl_coef = saved["kl_coef"]
@@ -592,7 +597,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
         return result
     except KeyboardInterrupt:
-        # Keeps the weights of the unfinished iteration but not its step count.
+        # The weights may include part of an unfinished iteration; its steps do not count.
         save("checkpoint.pt")
         run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
         raise
@@ -680,7 +685,7 @@ def plain(name: str, value, kind):
 
 def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     """Check all flags -> plain args, and the checkpoint to start from."""
-    if args.resume and saved is None:  # called from Python: flags that are no defaults win
+    if args.resume and saved is None:  # called from Python: flags other than the defaults win
         saved = load_checkpoint(args.resume)
         defaults = asdict(Args())
         given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
@@ -732,7 +737,10 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episode ended, returns, lengths: as they report them, else as counted."""
+    """Environments whose episodes ended, returns, lengths.
+
+    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    """
     key = "episode" if "episode" in info else "counted"
     if key not in info:
         return [], [], []
@@ -896,7 +904,7 @@ class Run:
         os.replace(temporary, self.folder / name)
 
     def save(self, name: str, state: dict, outputs):
-        """Write a checkpoint unless training has diverged: weights or outputs are not finite."""
+        """Write a checkpoint; raise FloatingPointError if weights or outputs are not finite."""
         if name == "checkpoint.pt":
             self.last_save = time.monotonic()
         if RANK > 0:
@@ -928,7 +936,9 @@ def main(argv=None, make_envs=make_envs) -> int:
     """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                handlers[number] = signal.signal(number, interrupt)
     try:
         saved = None
         args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])

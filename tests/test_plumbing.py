@@ -460,6 +460,16 @@ def test_signals_are_handled_as_before_after_main(script, monkeypatch, number):
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+def test_nohup_survives_a_closed_terminal(script, monkeypatch):
+    """A signal that is ignored already stays so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    spy_on(monkeypatch, script.module, "sample", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    try:
+        assert script.main("--total-timesteps", ITERATION, "--eval-episodes", 0) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_main_in_a_thread(script):
     codes = []
     flags = ("--total-timesteps", ITERATION, "--eval-episodes", 0)
@@ -662,6 +672,7 @@ BAD["ppo_procgen"] = [
     ("--num-steps -3", "--num-steps"),
     ("--lr 1e-3 0", "--lr"),
     ("--kl-target 0", "--kl-target"),
+    ("--start-level 5", "--start-level --num-levels"),
     ("--env-id bigfis", "--env-id bigfish"),
     ("--num-levels 3000000000", "--num-levels"),
     ("--eval-every 64 --eval-episodes 0", "--eval-every"),

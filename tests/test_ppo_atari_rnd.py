@@ -461,7 +461,9 @@ def test_options_reach_the_emulator():
 
 def test_seed_streams_disjoint():
     """No two envs of neighbouring runs, nor of training and evaluation, share a seed."""
-    seeds = [atari(2, stream, seed=s).unwrapped.pool.spec.config.env_seed for s in (1, 2) for stream in ("training", "game")]
+    seeds = [
+        atari(2, stream, seed=s).unwrapped.pool.spec.config.env_seed for s in (1, 2) for stream in ("training", "game")
+    ]
     assert len({seed for one in seeds for seed in one}) == 4 * 2
     assert atari(2, seed=1).unwrapped.pool.spec.config.env_seed == seeds[0]
 
