@@ -610,6 +610,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             lag = agent.version - new_batch["version"]
             returns = [x for rollout in dataset for x in rollout["returns"]]
             lengths = [x for rollout in dataset for x in rollout["lengths"]]
+            env_s = sum(rollout["env_s"] for rollout in dataset)
+            policy_s = sum(rollout["policy_s"] for rollout in dataset)
+            del dataset  # the first copy of the frames
             received = time.perf_counter()
 
             # Replay: batches drawn uniformly from the ring, which contains the new one
@@ -649,8 +652,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
                 "time/sps": batch_size / (learned - start),
-                "time/env_s": sum(rollout["env_s"] for rollout in dataset),
-                "time/policy_s": sum(rollout["policy_s"] for rollout in dataset),
+                "time/env_s": env_s,
+                "time/policy_s": policy_s,
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }

@@ -140,7 +140,8 @@ def test_an_interrupt_ends_actors_within_a_step(script, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         script.run(groups, 10, num_groups=2)
     assert time.perf_counter() - interrupted[0] < 4  # a rollout takes 8
-    assert set(threading.enumerate()) == threads and all(group.closed for group in groups)
+    left = [thread.name for thread in threading.enumerate() if thread not in threads]
+    assert set(left) <= {"tqdm_monitor"} and all(group.closed for group in groups)
     assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 64
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has now; none may grow without being noticed
     "ppo_procgen": (968, 45.1),
-    "impala_procgen": (1046, 49.3),
+    "impala_procgen": (1049, 49.4),
     "ppo_atari_rnd": (1078, 52.1),
     "ppo_atari_snd": (1065, 50.6),
     "appo_atari": (1167, 56.1),
