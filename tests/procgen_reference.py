@@ -1,7 +1,7 @@
 """Plays OpenAI's procgen package: what EnvPool's Procgen is compared with in test_envs.py.
 
-    python3.11 -m venv /tmp/procgen && /tmp/procgen/bin/pip install -r tests/requirements-procgen.txt
-    /tmp/procgen/bin/python tests/procgen_reference.py tests/procgen_reference.json
+    python3.11 -m venv .venv && .venv/bin/pip install -r tests/requirements-procgen.txt
+    .venv/bin/python tests/procgen_reference.py tests/procgen_reference.json
 
 The package needs NumPy 1 and Python below 3.13, so it cannot be installed next to the scripts. Writes a digest of
 rewards, ends and frames for each game, mode and number of levels; with a second argument also the frames, in a folder.

@@ -346,8 +346,10 @@ def test_what_is_refused(tmp_path):
 @pytest.mark.parametrize("shape", [(4, 4, 4), (4, 16, 20)])
 def test_small_and_oblong_frames(tmp_path, paper, shape):
     """The losses are finite; tiles and statistics have the frame's own height and width."""
-    run(tmp_path, fake(shape))
-    conftest.runner(paper.script, SMALL)(tmp_path, fake(shape), name="std", target="std")
+    for name, train in (("v", run), ("std", conftest.runner(paper.script, SMALL))):
+        metrics, saved = train(tmp_path, fake(shape), name=name, **({"target": "std"} if name == "std" else {}))
+        assert np.isfinite([metrics["loss/predictor"], metrics["loss/target"]]).all(), name
+        assert saved["snd"]["frames.sums"].shape[-2:] == shape[1:] and metrics["loss/predictor"] > 0, name
 
 
 def test_bonus_without_a_limit(tmp_path):
