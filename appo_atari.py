@@ -743,7 +743,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             explained = explained_variance(values[:T][is_valid], targets[is_valid])
             if not args.vtrace:
                 agent.returns.update(targets[is_valid].to(device))
-            batch |= {"advantage": advantages, "target": targets, "valid": valid}
+            batch["advantage"] = advantages
+            batch["target"] = targets
+            batch["valid"] = valid
             batch = {name: column.to(device) for name, column in batch.items()}
 
             # Learning
@@ -1112,7 +1114,8 @@ class Run:
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
             raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
-        state |= {"script": SCRIPT, "args": asdict(self.args) | {"resume": ""}}
+        state["script"] = SCRIPT
+        state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError
         torch.save(state, buffer)
         self.write(name, buffer.getbuffer())

@@ -994,7 +994,8 @@ class Run:
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
             raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
-        state |= {"script": SCRIPT, "args": asdict(self.args) | {"resume": ""}}
+        state["script"] = SCRIPT
+        state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError
         torch.save(state, buffer)
         self.write(name, buffer.getbuffer())
