@@ -28,13 +28,11 @@ import contextlib
 import copy
 import ctypes
 import difflib
-import errno
 import fcntl
 import io
 import json
 import math
 import os
-import platform
 import queue
 import re
 import signal
@@ -85,11 +83,11 @@ class Args:
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # no progress, only evaluations
     # environment
-    repeat_action_probability: float = 0  # a raw frame's chance to repeat the last action
-    noop_max: int = 30  # an episode starts with 1 to this many no-ops, one less with FIRE
-    fire_reset: bool = True  # press FIRE at an episode's start
+    repeat_action_probability: float = 0  # probability of repeating the last action, per frame
+    noop_max: int = 30  # an episode starts with 1 to this many no-ops; one less with --fire-reset
+    fire_reset: bool = True  # press FIRE at the start of an episode
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
-    max_episode_steps: int = 27_000  # environment steps after which a game is truncated
+    max_episode_steps: int = 27_000  # time limit of a game, in environment steps
     frame_size: Literal[84, 96] = 84  # width and height of the grey frames, in pixels
     stack: int = 4  # frames per observation
     num_envs: int = 32  # parallel environments (per process, with torchrun)
@@ -304,10 +302,12 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(module.weight)
                 nn.init.zeros_(module.bias)
         self.to(memory_format=torch.channels_last)
-        # Both start as if one row had been seen: a frame of std 255, a return of std 1.
-        self.frames = RunningMoments((1, *obs_shape), 1, 255**2, 1e-5 * 255**2)
-        self.returns = RunningMoments((), 1, 1, 1e-5)
-        # As the frames, which are channels-last: mixed formats make the subtraction slow.
+        # Sample Factory's start and epsilon, for frames from 0 to 255 (there: 0 to 1)
+        frame_variance = 255**2
+        frame_epsilon = 1e-5 * 255**2
+        self.frames = RunningMoments((1, *obs_shape), 1, frame_variance, frame_epsilon)
+        self.returns = RunningMoments((), count=1, variance=1, epsilon=1e-5)
+        # Channels-last like the observations: mixed formats make the subtraction slow.
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
         self.frames.std = self.frames.std.contiguous(memory_format=torch.channels_last)
 
@@ -618,6 +618,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
             minibatch["obs"] = minibatch["obs"][:T]
             minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
             valid = minibatch["valid"]
+            # A mean per rank; the least is one row on one rank, so that nothing is divided by 0.
             num_valid = mean_over_ranks(valid.sum()).clamp(min=1 / WORLD)
             minibatch["advantage"] = standardize_valid(minibatch["advantage"], valid, num_valid)
             minibatch["target"] = normalize(minibatch["target"], agent.returns)
@@ -626,7 +627,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
                 rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
                 logits, value = agent(rows["obs"])
                 terms = ppo_terms(logits, value, rows, args.clip, args.vf_clip)
-                # Each piece's share of the minibatch's means; backward adds up the gradients.
+                # This piece's share of the minibatch's means; backward() adds up the gradients.
                 parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
                 loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
                 loss -= ent_coef * parts["loss/entropy"]
@@ -668,7 +669,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
-        envs = RecordEpisodeStatistics(make_envs(args, N, f"{stream} {g}"), stats_key="counted")
+        envs = make_envs(args, N, f"{stream} {g}")
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=36)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -683,12 +685,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
-    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-    compare_ranks(asdict(args) | local, step)
+    compare_ranks(args, step)
     if args.compile:
         agent.compile()  # not the actors' copies
 
     def save(name: str):
+        # The outputs are for a check: a diverged agent can have finite weights.
         with torch.no_grad():
             outputs = agent(torch.from_numpy(groups[0].obs).to(device))
         state = {
@@ -990,26 +992,15 @@ def mean_over_ranks(x):
     return x
 
 
-def compare_ranks(*values):
+def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
         gathered = [None] * WORLD
-        dist.all_gather_object(gathered, values)
-        if gathered.count(values) != WORLD:
+        dist.all_gather_object(gathered, own)
+        if gathered.count(own) != WORLD:
             raise UsageError("the ranks were started with different flags or checkpoints")
-
-
-def make_folder(args: Args) -> Path:
-    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(args.run_dir, args.run_name or name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
-    return folder
 
 
 class Run:
@@ -1024,7 +1015,15 @@ class Run:
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.folder = Path(args.resume)
+        if not args.resume:
+            name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.folder = Path(args.run_dir, args.run_name or name)
+            try:
+                self.folder.mkdir(parents=True)  # atomic: no two runs share a folder
+            except OSError as error:
+                hint = f"--resume {self.folder} continues an existing run"
+                raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
         self.table = open(self.folder / "metrics.csv", "ab+")
         try:
             fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1045,7 +1044,7 @@ class Run:
             "step": step,
             "args": asdict(args),
             "git": revision or None,
-            "python": platform.python_version(),
+            "python": sys.version.split()[0],
             "packages": {name: sys.modules[name].__version__ for name in packages},
             "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -1071,7 +1070,7 @@ class Run:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
-            print(end="", file=stream, flush=True)  # a log file has it at once
+            (stream or sys.stdout).flush()  # a log file has it at once
 
     def log(self, metrics: dict):
         """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
@@ -1129,8 +1128,8 @@ class Run:
 
 def interrupt(number, frame):
     """Stop on the first signal; ignore later ones while `train` is saving."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -1156,11 +1155,6 @@ def main(argv=None, make_envs=make_envs) -> int:
     except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

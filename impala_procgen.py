@@ -24,13 +24,11 @@ import contextlib
 import copy
 import ctypes
 import difflib
-import errno
 import fcntl
 import io
 import json
 import math
 import os
-import platform
 import queue
 import random
 import re
@@ -512,7 +510,7 @@ def learn(agent, optimizer, actors: Actors, batches: list[dict], ent_coef: float
                 logits = logits.unflatten(0, shape)[:-1]
                 value = value.unflatten(0, shape)
                 terms, vs = impala_terms(logits, value, rows, args.gamma, args.vtrace_lambda)
-                # Contributions to the batch's means; backward adds their gradients up.
+                # This piece's share of the minibatch's means; backward() adds up the gradients.
                 parts = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
                 loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
                 loss -= ent_coef * parts["loss/entropy"]
@@ -553,7 +551,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
-        envs = RecordEpisodeStatistics(make_envs(args, N, f"{stream} {g}"), stats_key="counted")
+        envs = make_envs(args, N, f"{stream} {g}")
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -570,14 +569,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
-    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-    compare_ranks(asdict(args) | local, step)
+    compare_ranks(args, step)
     if args.compile:
         agent.compile()  # not the actors' copies
     replay_rng = random.Random(args.seed)  # the same on all ranks: they need equally many passes
     ring = deque(maxlen=args.replay_slots if args.replay_proportion else 0)  # the newest batches
 
     def save(name: str):
+        # The outputs are for a check: a diverged agent can have finite weights.
         with torch.no_grad():
             outputs = agent(torch.from_numpy(groups[0].obs).to(device))
         state = {
@@ -870,26 +869,15 @@ def mean_over_ranks(x):
     return x
 
 
-def compare_ranks(*values):
+def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
         gathered = [None] * WORLD
-        dist.all_gather_object(gathered, values)
-        if gathered.count(values) != WORLD:
+        dist.all_gather_object(gathered, own)
+        if gathered.count(own) != WORLD:
             raise UsageError("the ranks were started with different flags or checkpoints")
-
-
-def make_folder(args: Args) -> Path:
-    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(args.run_dir, args.run_name or name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
-    return folder
 
 
 class Run:
@@ -904,7 +892,15 @@ class Run:
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.folder = Path(args.resume)
+        if not args.resume:
+            name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.folder = Path(args.run_dir, args.run_name or name)
+            try:
+                self.folder.mkdir(parents=True)  # atomic: no two runs share a folder
+            except OSError as error:
+                hint = f"--resume {self.folder} continues an existing run"
+                raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
         self.table = open(self.folder / "metrics.csv", "ab+")
         try:
             fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -925,7 +921,7 @@ class Run:
             "step": step,
             "args": asdict(args),
             "git": revision or None,
-            "python": platform.python_version(),
+            "python": sys.version.split()[0],
             "packages": {name: sys.modules[name].__version__ for name in packages},
             "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -951,7 +947,7 @@ class Run:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
-            print(end="", file=stream, flush=True)  # a log file has it at once
+            (stream or sys.stdout).flush()  # a log file has it at once
 
     def log(self, metrics: dict):
         """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
@@ -1009,8 +1005,8 @@ class Run:
 
 def interrupt(number, frame):
     """Stop on the first signal; ignore later ones while `train` is saving."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -1036,11 +1032,6 @@ def main(argv=None, make_envs=make_envs) -> int:
     except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -27,13 +27,11 @@ Departures, results and the commands behind them: docs/ppo_atari_rnd.md.
 import contextlib
 import ctypes
 import difflib
-import errno
 import fcntl
 import io
 import json
 import math
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -109,7 +107,7 @@ class Args:
     int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
     bonus_after: int = 0  # environment steps without a bonus; their errors do not enter its divisor
     predictor_share: float = 0
-    """share of the rows that train the predictor; 0 = min(1, 32 / environments of all processes)"""
+    """share of the rows that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
     warmup_steps: int = 6400
     """random steps per environment that start the frame statistics, at step 0; 0 = none"""
     # network
@@ -340,8 +338,8 @@ class RND(nn.Module):
         super().__init__()
         self.bf16 = args.precision == "bf16"
         self.gamma = args.gamma_int
-        self.frames = RunningMoments(frame_shape, 1e-4, 1, 0)
-        self.returns = RunningMoments((), 1e-4, 1, 0)
+        self.frames = RunningMoments(frame_shape, count=1e-4, variance=1, epsilon=0)
+        self.returns = RunningMoments((), count=1e-4, variance=1, epsilon=0)
         self.register_buffer("discounted", torch.zeros(args.num_envs, dtype=torch.float64))
         self.target = convolutions(1, 3, nn.LeakyReLU(0.2))
         self.predictor = convolutions(1, 3, nn.LeakyReLU(0.2))
@@ -467,6 +465,7 @@ def learn(agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float,
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # in the same order
             last = first + args.minibatch_size
             minibatch = {name: column[first:last] for name, column in batch.items()}
+            # Means per rank; the least is one row on one rank, so that nothing is divided by 0.
             num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
             drawn = torch.rand(args.minibatch_size) < predictor_share  # on the CPU: see nonzero
             num_drawn = mean_over_ranks(drawn.float().sum()).clamp(min=1 / WORLD).item()
@@ -477,7 +476,7 @@ def learn(agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float,
                 memory = rows["memory"][:: args.num_steps]  # of each environment's first row
                 logits, values, _ = agent(rows["obs"], memory, rows["valid"])
                 terms = ppo_terms(logits, values, rows, args.clip, in_use)
-                # Contributions to means over valid rows; backward adds their gradients up.
+                # This piece's share of the minibatch's means; backward() adds up the gradients.
                 parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
                 # nonzero() of a tensor on the GPU would wait for all work queued there.
                 index = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
@@ -512,7 +511,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     step = saved["step"]
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
-    envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
+    envs = make_envs(args, N, stream)
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=44)
     obs_shape = obs.shape[1:]
@@ -533,8 +533,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
         rooms_ever |= saved["rooms_ever"].numpy()
-    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-    compare_ranks(asdict(args) | local, step)
+    compare_ranks(args, step)
     if args.compile:
         agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and the predictor's rows
@@ -562,6 +561,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     coefs = torch.tensor([args.ext_coef, args.int_coef])
 
     def save(name: str):
+        # The outputs are for a check: a diverged agent can have finite weights.
         recent_obs = torch.from_numpy(obs).to(device)
         frames = recent_obs[:, -1:]
         with torch.no_grad():
@@ -899,26 +899,15 @@ def mean_over_ranks(x):
     return x
 
 
-def compare_ranks(*values):
+def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
         gathered = [None] * WORLD
-        dist.all_gather_object(gathered, values)
-        if gathered.count(values) != WORLD:
+        dist.all_gather_object(gathered, own)
+        if gathered.count(own) != WORLD:
             raise UsageError("the ranks were started with different flags or checkpoints")
-
-
-def make_folder(args: Args) -> Path:
-    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(args.run_dir, args.run_name or name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
-    return folder
 
 
 class Run:
@@ -933,7 +922,15 @@ class Run:
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.folder = Path(args.resume)
+        if not args.resume:
+            name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.folder = Path(args.run_dir, args.run_name or name)
+            try:
+                self.folder.mkdir(parents=True)  # atomic: no two runs share a folder
+            except OSError as error:
+                hint = f"--resume {self.folder} continues an existing run"
+                raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
         self.table = open(self.folder / "metrics.csv", "ab+")
         try:
             fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -954,7 +951,7 @@ class Run:
             "step": step,
             "args": asdict(args),
             "git": revision or None,
-            "python": platform.python_version(),
+            "python": sys.version.split()[0],
             "packages": {name: sys.modules[name].__version__ for name in packages},
             "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -980,7 +977,7 @@ class Run:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
-            print(end="", file=stream, flush=True)  # a log file has it at once
+            (stream or sys.stdout).flush()  # a log file has it at once
 
     def log(self, metrics: dict):
         """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
@@ -1038,8 +1035,8 @@ class Run:
 
 def interrupt(number, frame):
     """Stop on the first signal; ignore later ones while `train` is saving."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -1065,11 +1062,6 @@ def main(argv=None, make_envs=make_envs) -> int:
     except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -27,13 +27,11 @@ Departures, results and the commands behind them: docs/ppo_atari_snd.md.
 import contextlib
 import ctypes
 import difflib
-import errno
 import fcntl
 import io
 import json
 import math
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -452,13 +450,14 @@ def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Arg
     sums = defaultdict(float)
     for index in minibatches:
         minibatch = {name: column[index] for name, column in batch.items()}
+        # A mean per rank; the least is one row on one rank, so that nothing is divided by 0.
         num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
         optimizer.zero_grad()
         for start in range(0, args.minibatch_size, micro_batch):
             rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
             logits, values = agent(rows["obs"])
             terms = ppo_terms(logits, values, rows, args.clip, in_use)
-            # Contributions to means over valid rows; backward adds their gradients up.
+            # This piece's share of the minibatch's means; backward() adds up the gradients.
             parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
             loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
             loss -= ent_coef * parts["loss/entropy"]
@@ -522,7 +521,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     step = saved["step"]
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
-    envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
+    envs = make_envs(args, N, stream)
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=4)
     obs_shape = obs.shape[1:]
@@ -541,8 +541,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
         rooms_ever |= saved["rooms_ever"].numpy()
-    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-    compare_ranks(asdict(args) | local, step)
+    compare_ranks(args, step)
     if args.compile:
         agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # actions, minibatches, masks and pairs
@@ -564,6 +563,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     coefs = torch.tensor([args.ext_coef, args.int_coef])
 
     def save(name: str):
+        # The outputs are for a check: a diverged agent can have finite weights.
         recent_obs = torch.from_numpy(obs).to(device)
         with torch.no_grad():
             outputs = [*agent(recent_obs), snd.errors(recent_obs[:, -1:])]
@@ -639,7 +639,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 advantages[..., i] = gae(*head, gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = rollout["valid"].cpu().bool()
-            old_values, new_targets = values[:T][is_valid].T, targets[is_valid].T
+            value_ext, value_int = values[:T][is_valid].unbind(-1)
+            target_ext, target_int = targets[is_valid].unbind(-1)
             columns = rollout | {"target": targets.to(device)}
             columns["advantage"] = (advantages * coefs).sum(-1).to(device)
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
@@ -667,14 +668,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "episode/rooms_ever": rooms_ever.sum() or None,
                 "eval/return": None,
                 **means,
-                "train/explained_variance": explained_variance(old_values[0], new_targets[0]),
+                "train/explained_variance": explained_variance(value_ext, target_ext),
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
                 "train/valid_frac": is_valid.float().mean().item(),
                 "int/reward_raw": raw_bonus.mean().item(),
                 "int/reward": rewards[..., 1].mean().item(),
-                "int/return_std": new_targets[1].std().item(),
-                "int/explained_variance": explained_variance(old_values[1], new_targets[1]),
+                "int/return_std": target_int.std().item(),
+                "int/explained_variance": explained_variance(value_int, target_int),
                 "time/sps": batch_size / (learned - start),
                 "time/env_s": env_s,
                 "time/policy_s": acted - start - env_s,
@@ -886,26 +887,15 @@ def mean_over_ranks(x):
     return x
 
 
-def compare_ranks(*values):
+def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
         gathered = [None] * WORLD
-        dist.all_gather_object(gathered, values)
-        if gathered.count(values) != WORLD:
+        dist.all_gather_object(gathered, own)
+        if gathered.count(own) != WORLD:
             raise UsageError("the ranks were started with different flags or checkpoints")
-
-
-def make_folder(args: Args) -> Path:
-    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(args.run_dir, args.run_name or name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
-    return folder
 
 
 class Run:
@@ -920,7 +910,15 @@ class Run:
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.folder = Path(args.resume)
+        if not args.resume:
+            name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.folder = Path(args.run_dir, args.run_name or name)
+            try:
+                self.folder.mkdir(parents=True)  # atomic: no two runs share a folder
+            except OSError as error:
+                hint = f"--resume {self.folder} continues an existing run"
+                raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
         self.table = open(self.folder / "metrics.csv", "ab+")
         try:
             fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -941,7 +939,7 @@ class Run:
             "step": step,
             "args": asdict(args),
             "git": revision or None,
-            "python": platform.python_version(),
+            "python": sys.version.split()[0],
             "packages": {name: sys.modules[name].__version__ for name in packages},
             "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -967,7 +965,7 @@ class Run:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
-            print(end="", file=stream, flush=True)  # a log file has it at once
+            (stream or sys.stdout).flush()  # a log file has it at once
 
     def log(self, metrics: dict):
         """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
@@ -1025,8 +1023,8 @@ class Run:
 
 def interrupt(number, frame):
     """Stop on the first signal; ignore later ones while `train` is saving."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -1052,11 +1050,6 @@ def main(argv=None, make_envs=make_envs) -> int:
     except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

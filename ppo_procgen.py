@@ -25,13 +25,11 @@ Departures, results and the commands behind them: docs/ppo_procgen.md.
 import contextlib
 import ctypes
 import difflib
-import errno
 import fcntl
 import io
 import json
 import math
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -417,7 +415,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
                 rows = {name: x[start : start + micro_batch] for name, x in minibatch.items()}
                 logits, value = agent(rows["obs"])
                 terms = ppo_terms(logits, value, rows, args.clip, args.vf_clip)
-                # Each piece's share of the minibatch's means; backward adds up the gradients.
+                # This piece's share of the minibatch's means; backward() adds up the gradients.
                 parts = {name: x.sum() / args.minibatch_size for name, x in terms.items()}
                 loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
                 loss += kl_coef * parts["train/kl"] - ent_coef * parts["loss/entropy"]
@@ -451,7 +449,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     step = saved["step"]
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
-    envs = RecordEpisodeStatistics(make_envs(args, N, stream), stats_key="counted")
+    envs = make_envs(args, N, stream)
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
     obs_shape = obs.shape[1:]
@@ -470,8 +469,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         normalizer.restore(**saved["normalizer"])
         if args.kl_coef and saved["kl_coef"]:  # otherwise --kl-coef was turned on or off
             kl_coef = saved["kl_coef"]
-    local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-    compare_ranks(asdict(args) | local, step)
+    compare_ranks(args, step)
     if args.compile:
         agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and minibatches
@@ -487,6 +485,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     dones = torch.zeros(T, N)
 
     def save(name: str):
+        # The outputs are for a check: a diverged agent can have finite weights.
         with torch.no_grad():
             outputs = agent(torch.from_numpy(obs).to(device))
         state = {
@@ -789,26 +788,15 @@ def mean_over_ranks(x):
     return x
 
 
-def compare_ranks(*values):
+def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
+        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
         gathered = [None] * WORLD
-        dist.all_gather_object(gathered, values)
-        if gathered.count(values) != WORLD:
+        dist.all_gather_object(gathered, own)
+        if gathered.count(own) != WORLD:
             raise UsageError("the ranks were started with different flags or checkpoints")
-
-
-def make_folder(args: Args) -> Path:
-    """Create a new run's folder; mkdir is atomic, so no two runs share one."""
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-    folder = Path(args.run_dir, args.run_name or name)
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"--run-name: {folder} exists; --resume {folder} continues it") from None
-    except OSError as error:
-        raise UsageError(f"--run-dir {args.run_dir}: {error}") from None
-    return folder
 
 
 class Run:
@@ -823,7 +811,15 @@ class Run:
         self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
         if RANK > 0:
             return
-        self.folder = Path(args.resume) if args.resume else make_folder(args)
+        self.folder = Path(args.resume)
+        if not args.resume:
+            name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+            self.folder = Path(args.run_dir, args.run_name or name)
+            try:
+                self.folder.mkdir(parents=True)  # atomic: no two runs share a folder
+            except OSError as error:
+                hint = f"--resume {self.folder} continues an existing run"
+                raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
         self.table = open(self.folder / "metrics.csv", "ab+")
         try:
             fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -844,7 +840,7 @@ class Run:
             "step": step,
             "args": asdict(args),
             "git": revision or None,
-            "python": platform.python_version(),
+            "python": sys.version.split()[0],
             "packages": {name: sys.modules[name].__version__ for name in packages},
             "cpu": cpu and cpu[1],
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -870,7 +866,7 @@ class Run:
     def say(self, text: str, stream=None):
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
-            print(end="", file=stream, flush=True)  # a log file has it at once
+            (stream or sys.stdout).flush()  # a log file has it at once
 
     def log(self, metrics: dict):
         """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
@@ -928,8 +924,8 @@ class Run:
 
 def interrupt(number, frame):
     """Stop on the first signal; ignore later ones while `train` is saving."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -955,11 +951,6 @@ def main(argv=None, make_envs=make_envs) -> int:
     except UsageError as error:
         print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
-        return 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
