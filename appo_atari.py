@@ -9,7 +9,7 @@
 
     python appo_atari.py --env-id Breakout           # 25M environment steps = 100M frames
     python appo_atari.py --env-id Breakout --vtrace  # V-trace instead of GAE
-    python appo_atari.py --env-id Breakout --sync    # acting and learning in turn: reproducible
+    python appo_atari.py --env-id Breakout --sync    # no acting while learning: reproducible
     python appo_atari.py --resume runs/NAME          # continue a stopped run
 
 APPO: Petrenko et al. 2020, arXiv:2006.11751, with the settings of M. Stammers' model card for
@@ -68,20 +68,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Args:
     # run
     env_id: str = "Breakout"  # Atari game as EnvPool spells it, with or without -v5
-    total_timesteps: int = 25_000_000  # total environment steps, rounded down to whole datasets
+    total_timesteps: int = 25_000_000  # total environment steps, rounded down to whole iterations
     seed: int = 1  # on a CPU, --sync runs with the same flags write identical metrics (not time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
-    micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 256 on a CPU, all on a GPU
+    compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
+    micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
     eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
-    quiet: bool = False  # no progress, only evaluations
+    quiet: bool = False  # print only evaluations
     # environment
     repeat_action_probability: float = 0  # probability of repeating the last action, per frame
     noop_max: int = 30  # an episode starts with 1 to this many no-ops; one less with --fire-reset
@@ -103,13 +103,13 @@ class Args:
     anneal_lr: bool = True  # multiply the learning rate by the share of the run that is left
     adam_eps: float = 1e-5  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
-    sync: bool = False  # act and learn in turn, without overlap
+    sync: bool = False  # no acting while learning
     num_batches_to_accumulate: int = 2  # datasets that actors may be ahead; 0 = as --sync
     max_policy_lag: int = 1000  # mask rows at least this many SGD steps old (default: masks none)
     # algorithm
     gamma: float = 0.99  # discount
-    gae_lambda: float = 0.95  # GAE's lambda
-    vtrace: bool = False  # targets and advantages by V-trace, again in each minibatch, not by GAE
+    gae_lambda: float = 0.95  # GAE's lambda (--vtrace: not used)
+    vtrace: bool = False  # V-trace instead of GAE, recomputed in each minibatch
     clip: float = 0.1  # clip the probability ratio to [1 / (1 + this), 1 + this]; 0 = off
     vf_clip: float = 1  # clip range of the value, in units of normalized return; 0 = off
     vf_coef: float = 0.5  # weight of the squared value error (no factor 1/2)
@@ -117,11 +117,11 @@ class Args:
     """weight of the entropy bonus: a number, or as --lr"""
 
 
-# What --resume cannot change; bounds of numbers
-FIXED = "env_id repeat_action_probability frame_size stack"
+# Flags that --resume cannot change, and the bounds of flags that are numbers (checked by `plain`)
+FIXED = "env_id repeat_action_probability frame_size stack".split()
 AT_LEAST_1 = """num_envs num_groups num_steps num_minibatches update_epochs max_policy_lag noop_max
-stack max_episode_steps"""
-AT_MOST_1 = "gamma gae_lambda repeat_action_probability"
+stack max_episode_steps""".split()
+AT_MOST_1 = "gamma gae_lambda repeat_action_probability".split()
 
 
 def check(args: Args):
@@ -138,6 +138,7 @@ def check(args: Args):
         raise UsageError(f"--minibatch-size x --num-minibatches = {rows}: must be {rule}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
+    # Beyond these EnvPool hangs, runs out of memory or overflows.
     limits = {"noop_max": 1000, "stack": 64, "max_episode_steps": 2**31 - 1}
     for name, limit in limits.items():
         if getattr(args, name) > limit:
@@ -179,8 +180,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         # `done` and `over` are still the last step's.
         self.returns += np.where(self.done, 0, info["reward"])
         self.lengths += ~self.done
-        # EnvPool's no-ops after a lost life can end the game unseen. Then lives go up, the game is
-        # reported one step late, and the next one inherits its remaining time limit.
+        # EnvPool's no-ops after a lost life can end the game unseen: the number of lives rises.
+        # Such a game is reported one step late; the next one inherits its remaining time limit.
         unseen = self.done & ~self.over & (info["lives"] > self.lives)
         self.lives = info["lives"]
         self.done = terminated | truncated
@@ -229,7 +230,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
+    """Hash both to 31 bits: different seeds or streams give independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -305,7 +306,8 @@ class Agent(nn.Module):
         # Sample Factory's start and epsilon, for frames from 0 to 255 (there: 0 to 1)
         frame_variance = 255**2
         frame_epsilon = 1e-5 * 255**2
-        self.frames = RunningMoments((1, *obs_shape), 1, frame_variance, frame_epsilon)
+        shape = (1, *obs_shape)  # channels-last needs four axes
+        self.frames = RunningMoments(shape, 1, frame_variance, frame_epsilon)
         self.returns = RunningMoments((), count=1, variance=1, epsilon=1e-5)
         # Channels-last like the observations: mixed formats make the subtraction slow.
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
@@ -352,10 +354,10 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, 4.1, 4.2, limits of 1) -> targets, rho * advantage: (T, N).
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, both limits 1) -> vs, rho * advantage: (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation, by the present critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the present
+    observation, by the current critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the current
     policy and the acting one. There is no value after a termination, and any end cuts the sum.
     """
     discount = gamma * (1 - terminated)
@@ -374,7 +376,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
 def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
     """Targets and advantages (T, n), in units of return.
 
-    logits (T + 1, n, A) and value (T + 1, n) are the present ones.
+    logits (T + 1, n, A) and value (T + 1, n) are the current ones.
     """
     logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_LIMITS)
@@ -385,12 +387,12 @@ def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
-    """The loss's terms and statistics per row, each (B,); logits (B, A), value (B,): the new ones.
+    """Loss terms and statistics, each (B,), from the new logits (B, A) and value (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7, with other limits). loss/value: the larger
-    of the squared errors of the new value and of the clipped one, both normalized: the old value by
-    the statistics of acting, the target by the present ones. train/approx_kl: the sampled estimate
-    r - 1 - log r of KL(old || new).
+    of the squared errors of the new value and of the clipped one. Both are normalized: the old
+    value with the statistics at acting time, the target with the current ones. train/approx_kl: the
+    sampled estimate r - 1 - log r of KL(old || new).
     """
     clip = clip or math.inf
     vf_clip = vf_clip or math.inf
@@ -435,7 +437,7 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
     if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
+        raise UsageError(f"--lr, --ent-coef {knots}: must be a number, or 0 value step value ...")
     return float(np.interp(step, steps, values))
 
 
@@ -450,8 +452,8 @@ class Group:
         self.obs = obs  # what the next actions are chosen from
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
-        # Random actions first, so that the groups' episodes differ in age. Episodes that end here
-        # are not reported.
+        # Random actions first, so that the groups' episodes differ in age. These steps are not
+        # counted; an environment's first reported episode may begin with some.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -462,16 +464,15 @@ class Group:
 class Actors:
     """One thread per group of environments; every step uses the newest published agent.
 
-    Group k % G plays rollout k of `num_rollouts`, by rollout(group, actors, T) -> dict. A dataset
-    is `size` rollouts. Rollouts are started for the dataset that the learner waits for and for the
-    next `ahead` ones; a group with nothing to play is idle. So the rows of a dataset are at most
-    `ahead` datasets' SGD steps old when the learner takes them. With ahead=0 and size=1 the groups
-    take turns, and no one plays while the learner trains.
+    Group k % G plays rollout k of `num_rollouts`. A dataset is `size` consecutive rollouts.
+    Rollouts are started for the dataset that the learner waits for and for the next `ahead` ones;
+    a group with nothing to play is idle. So the rows of a dataset are at most `ahead` datasets' SGD
+    steps old when the learner takes them. With ahead=0 nobody plays during learning; if size is 1
+    too, the groups take turns.
     """
 
-    def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
+    def __init__(self, groups, agent, T: int, size: int, ahead: int, num_rollouts: int):
         self.groups = groups
-        self.rollout = rollout
         self.T = T
         self.size = size
         self.ahead = ahead
@@ -496,10 +497,10 @@ class Actors:
         """A thread's life: play one rollout per future."""
         while (future := tasks.get()) is not None:
             try:
-                future.set_result(self.rollout(group, self, self.T))
+                future.set_result(play_rollout(group, self, self.T))
             except BaseException as error:  # `dataset` raises it
                 future.set_exception(error)
-            del future  # the learner alone decides how long the rollout lives
+            del future  # do not keep the rollout's memory alive while idle
 
     def dataset(self) -> list[dict]:
         """Start the rollouts that may start and wait for a dataset; raises an actor's exception."""
@@ -512,7 +513,7 @@ class Actors:
         return [self.results.popleft().result() for _ in range(self.size)]
 
     def stop(self):
-        """End the threads within an environment step and close the environments.
+        """Stop the threads at their next environment step, then close the environments.
 
         Gives up after 3 seconds: an environment that hangs in a step is left alone.
         """
@@ -527,7 +528,7 @@ class Actors:
 
 
 @torch.no_grad()
-def appo_rollout(group: Group, actors: Actors, T: int) -> dict:
+def play_rollout(group: Group, actors: Actors, T: int) -> dict:
     """T steps of a group's N environments -> columns (T, N), ended episodes, seconds.
 
     Row t = (obs_t, a_t, log mu(a_t|obs_t), V(obs_t), version_t of the policy mu, r_{t+1},
@@ -618,7 +619,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
             minibatch["obs"] = minibatch["obs"][:T]
             minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
             valid = minibatch["valid"]
-            # A mean per rank; the least is one row on one rank, so that nothing is divided by 0.
+            # The number of valid rows per rank; the minimum avoids a division by 0.
             num_valid = mean_over_ranks(valid.sum()).clamp(min=1 / WORLD)
             minibatch["advantage"] = standardize_valid(minibatch["advantage"], valid, num_valid)
             minibatch["target"] = normalize(minibatch["target"], agent.returns)
@@ -653,7 +654,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     make_envs(args, num_envs, stream): called once per group; returns any VectorEnv with next-step
     autoreset, uint8 (C, H, W) observations and Discrete actions.
-    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    saved: the loaded checkpoint, if args already include its flags (as in `main`).
     Raises UsageError, FloatingPointError (training diverged), KeyboardInterrupt and what an
     environment raised.
     """
@@ -670,7 +671,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     groups = []
     for g in range(args.num_groups):
         envs = make_envs(args, N, f"{stream} {g}")
-        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=36)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -678,7 +679,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     torch.manual_seed(args.seed)
     agent = Agent(obs.shape[1:], envs.single_action_space.n, args).to(device)
-    agent.version = 0  # SGD steps of this process
+    agent.version = 0  # SGD steps of this process; the actors' copies carry it
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     best = saved["best"]
     if args.resume:
@@ -688,6 +689,15 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     compare_ranks(args, step)
     if args.compile:
         agent.compile()  # not the actors' copies
+
+    rollouts_per_dataset = M // N
+    num_rollouts = (args.total_timesteps - step) // batch_size * rollouts_per_dataset
+    ahead = 0 if args.sync else args.num_batches_to_accumulate
+    run = Run(args, device, step, batch_size)
+    actors = Actors(groups, agent, T, rollouts_per_dataset, ahead, num_rollouts)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last games
+    metrics = {}
 
     def save(name: str):
         # The outputs are for a check: a diverged agent can have finite weights.
@@ -702,14 +712,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         }
         run.save(name, state, outputs)
 
-    rollouts_per_dataset = M // N
-    num_rollouts = (args.total_timesteps - step) // batch_size * rollouts_per_dataset
-    ahead = 0 if args.sync else args.num_batches_to_accumulate
-    run = Run(args, device, step, batch_size)
-    actors = Actors(groups, agent, appo_rollout, T, rollouts_per_dataset, ahead, num_rollouts)
-    iteration = saved["iteration"]
-    recent = deque(maxlen=100)  # returns of the last games
-    metrics = {}
     try:
         if not args.resume:
             save("checkpoint.pt")
@@ -730,16 +732,17 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             is_valid = valid.bool()
             received = time.perf_counter()
 
-            # Advantages
             # The frame statistics change between acting and learning, so even the first ratio is
             # not 1 (as in Sample Factory).
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
+
+            # Advantages
             with torch.no_grad():
                 _, last_value = agent(batch["obs"][T])
             last_value = denormalize(last_value, agent.returns)
             values = torch.cat([batch.pop("unnormalized_value"), last_value[None]]).cpu()
             ends = batch["terminated"], batch["done"]
-            # With --vtrace only for explained_variance: each minibatch computes its own targets.
+            # With --vtrace, only for explained_variance: each minibatch computes its own targets.
             advantages = gae(batch["reward"], values, *ends, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
             explained = explained_variance(values[:T][is_valid], targets[is_valid])
@@ -838,6 +841,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
     """Play this many whole episodes in each environment -> returns, lengths.
 
     A fixed number per environment: counting the first ones to finish would favour short episodes.
+    greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -868,15 +872,18 @@ class UsageError(ValueError):
 
 def plain(name: str, value, kind):
     """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
-    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):  # as a sweep passes; a checkpoint must not contain one
+        value = value.item()
     choices = get_args(kind)
-    low = 1 if name in AT_LEAST_1.split() else 0
-    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    low = 1 if name in AT_LEAST_1 else 0
+    high = 2**63 if kind is int else sys.float_info.max
+    if name in AT_MOST_1:
+        high = 1
     if get_origin(kind) is Literal and value in choices:
         return choices[choices.index(value)]
     if get_origin(kind) is tuple:
         return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str or kind is bool and value in (False, True):
+    if kind is str or (kind is bool and value in (False, True)):
         return kind(value)
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
@@ -902,7 +909,7 @@ def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     check(args)
     if not args.resume:
         return args, {"step": 0, "iteration": 0, "best": -math.inf}
-    for name in FIXED.split():
+    for name in FIXED:
         old, new = saved["args"].get(name), getattr(args, name)
         if new != old:
             raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
@@ -919,7 +926,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -934,13 +941,14 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    # Fewer pixels than channels: probably (N, H, W, C)
     if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
-        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high, H and W >= C"
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episodes ended, returns, lengths.
+    """info -> indices of the environments whose episodes ended, returns, lengths.
 
     Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
     """
@@ -952,7 +960,7 @@ def ended_episodes(info: dict) -> tuple[list, list, list]:
 
 
 def available_cores() -> int:
-    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    """Cores by affinity mask and container quota, divided among the local ranks."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -995,8 +1003,9 @@ def mean_over_ranks(x):
 def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        # These flags may differ between ranks.
         local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
+        own = asdict(args) | local | {"step": step}
         gathered = [None] * WORLD
         dist.all_gather_object(gathered, own)
         if gathered.count(own) != WORLD:
@@ -1056,11 +1065,11 @@ class Run:
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
 
     def cut_table(self, step: int) -> list[str]:
-        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
         self.table.seek(0)
         lines = self.table.read().splitlines(keepends=True)
-        for line in lines[:0:-1]:  # from the end to the first row after the header
-            row = re.fullmatch(rb"(\d+),.*\n", line)
+        while len(lines) > 1:
+            row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
             if row and int(row[1]) <= step:
                 break
             lines.pop()
@@ -1068,6 +1077,7 @@ class Run:
         return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
+        """Print a line: to stdout unless --quiet, or to this stream in any case."""
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             (stream or sys.stdout).flush()  # a log file has it at once
@@ -1109,10 +1119,11 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
+        # Networks and running statistics; the optimizer's tensors lie deeper.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
-            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+            raise FloatingPointError(f"training has diverged; {name} was not written")
         state["script"] = SCRIPT
         state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError

@@ -5,18 +5,21 @@
 #     "tensorboard==2.21.0", "tqdm==4.70.1",
 # ]
 # ///
-"""IMPALA on Procgen, as in Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition.
+"""IMPALA with replay on Procgen.
 
     python impala_procgen.py --env-id bigfish            # 8M steps, easy, unlimited levels
     python impala_procgen.py --env-id bigfish --no-sync  # actors play while the learner trains
     python impala_procgen.py --resume runs/NAME          # continue a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. The environments form groups that take turns: some play a batch, then the learner
-trains on it. With --no-sync the next groups play while it trains, one thread per group.
+arXiv:1912.01588. Groups of environments alternate with the learner; with --no-sync they play while
+it trains.
 
-Unlike the paper, as in the entry (RLlib 0.8.7): Adam; average pooling before a ReLU; frames t-3 and
-t as input; replayed batches are whole batches (paper: half of each batch).
+The base is Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition (RLlib 0.8.7); batch,
+replay, learning rate and lambda were tuned on starpilot. Unlike the paper:
+- Adam, no gradient clipping, a lambda of 0.9 on V-trace's trace weights;
+- a wider CNN, which averages its last maps over the picture; frames t-3 and t as input;
+- replayed batches are whole batches (paper: half of each batch).
 Departures, results and the commands behind them: docs/impala_procgen.md.
 """
 
@@ -74,28 +77,28 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
-    micro_batch: int = 0  # rows per forward pass, whole fragments; 0 = 64 on a CPU, all on a GPU
+    compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
+    micro_batch: int = 0  # rows per forward pass, in whole fragments; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
     eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
-    quiet: bool = False  # no progress, only evaluations
+    quiet: bool = False  # print only evaluations
     # environment
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
-    stack: Literal["none", "gap", "full"] = "gap"  # input: frame t; t-3 and t; or t-3 to t
+    stack: Literal["none", "gap", "full"] = "gap"  # none: frame t; gap: t-3 and t; full: t-3 to t
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     num_groups: int = 4  # groups of environments; group k % num_groups plays rollout k
     # optimization
     num_steps: int = 64  # rollout length; a fragment is one environment's part of a rollout
-    minibatch_size: int = 2048  # rows of a batch, in whole rollouts of a group; one SGD step each
+    minibatch_size: int = 2048  # rows per SGD step; a multiple of a group's rollout
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
     do not scale with --total-timesteps"""
-    adam_eps: float = 6.25e-12  # Adam's epsilon: 1e-8 / 1600, as losses are means, not sums
+    adam_eps: float = 6.25e-12  # Adam's epsilon; 1e-8 / 1600, as the entry sums its 1600 rows
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: actors play while the learner trains
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead, with --no-sync
@@ -113,10 +116,10 @@ class Args:
     ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
-# What --resume cannot change; bounds of numbers
-FIXED = "env_id distribution_mode stack channels pool input_shift"
-AT_LEAST_1 = "num_envs num_groups num_steps update_epochs channels"
-AT_MOST_1 = "gamma vtrace_lambda"
+# Flags that --resume cannot change, and the bounds of flags that are numbers (checked by `plain`)
+FIXED = "env_id distribution_mode stack channels pool input_shift".split()
+AT_LEAST_1 = "num_envs num_groups num_steps update_epochs channels".split()
+AT_MOST_1 = "gamma vtrace_lambda".split()
 
 
 def check(args: Args):
@@ -148,7 +151,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
     """EnvPool's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
     The step that ends an episode returns the next one's first observation, repeated to fill the
-    stack. `truncated` marks time limits. `reset` restarts nothing.
+    stack. `truncated` marks time limits. `reset` returns the current stack; episodes continue.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -211,7 +214,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
+    """Hash both to 31 bits: different seeds or streams give independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -290,10 +293,10 @@ def sample(logits, generator=None):
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, 4.1, 4.2, limits of 1) -> targets, rho * advantage: (T, N).
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, both limits 1) -> vs, rho * advantage: (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation, by the present critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the present
+    observation, by the current critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the current
     policy and the acting one. There is no value after a termination, and any end cuts the sum.
     """
     discount = gamma * (1 - terminated)
@@ -345,7 +348,7 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
     if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
+        raise UsageError(f"--lr, --ent-coef {knots}: must be a number, or 0 value step value ...")
     return float(np.interp(step, steps, values))
 
 
@@ -358,30 +361,27 @@ class Group:
     def __init__(self, envs, obs, seed: int, device: torch.device, head_start: int):
         self.envs = envs
         self.obs = obs  # what the next actions are chosen from
-        self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
-        # Random actions first, so that the groups' episodes differ in age. Episodes that end here
-        # are not reported.
+        # Random actions first, so that the groups' episodes differ in age. These steps are not
+        # counted; an environment's first reported episode may begin with some.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
-            self.obs, _, terminated, truncated, _ = envs.step(action)
-            self.done = (terminated | truncated).astype(bool)
+            self.obs, *_ = envs.step(action)
 
 
 class Actors:
     """One thread per group of environments; every step uses the newest published agent.
 
-    Group k % G plays rollout k of `num_rollouts`, by rollout(group, actors, T) -> dict. A dataset
-    is `size` rollouts. Rollouts are started for the dataset that the learner waits for and for the
-    next `ahead` ones; a group with nothing to play is idle. So the rows of a dataset are at most
-    `ahead` datasets' SGD steps old when the learner takes them. With ahead=0 and size=1 the groups
-    take turns, and no one plays while the learner trains.
+    Group k % G plays rollout k of `num_rollouts`. A dataset is `size` consecutive rollouts.
+    Rollouts are started for the dataset that the learner waits for and for the next `ahead` ones;
+    a group with nothing to play is idle. So the rows of a dataset are at most `ahead` datasets' SGD
+    steps old when the learner takes them. With ahead=0 nobody plays during learning; if size is 1
+    too, the groups take turns.
     """
 
-    def __init__(self, groups, agent, rollout, T: int, size: int, ahead: int, num_rollouts: int):
+    def __init__(self, groups, agent, T: int, size: int, ahead: int, num_rollouts: int):
         self.groups = groups
-        self.rollout = rollout
         self.T = T
         self.size = size
         self.ahead = ahead
@@ -406,10 +406,10 @@ class Actors:
         """A thread's life: play one rollout per future."""
         while (future := tasks.get()) is not None:
             try:
-                future.set_result(self.rollout(group, self, self.T))
+                future.set_result(play_rollout(group, self, self.T))
             except BaseException as error:  # `dataset` raises it
                 future.set_exception(error)
-            del future  # the learner alone decides how long the rollout lives
+            del future  # do not keep the rollout's memory alive while idle
 
     def dataset(self) -> list[dict]:
         """Start the rollouts that may start and wait for a dataset; raises an actor's exception."""
@@ -422,7 +422,7 @@ class Actors:
         return [self.results.popleft().result() for _ in range(self.size)]
 
     def stop(self):
-        """End the threads within an environment step and close the environments.
+        """Stop the threads at their next environment step, then close the environments.
 
         Gives up after 3 seconds: an environment that hangs in a step is left alone.
         """
@@ -437,7 +437,7 @@ class Actors:
 
 
 @torch.no_grad()
-def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
+def play_rollout(group: Group, actors: Actors, T: int) -> dict:
     """T steps of a group's N environments -> columns (T, N), ended episodes, seconds.
 
     Row t = (obs_t, a_t, log mu(a_t|obs_t), version_t of the policy mu, r_{t+1}, done_{t+1}). There
@@ -471,9 +471,9 @@ def impala_rollout(group: Group, actors: Actors, T: int) -> dict:
         group.obs, reward, terminated, truncated, info = group.envs.step(action)
         policy_s += acted - start
         env_s += time.perf_counter() - acted
-        group.done = (terminated | truncated).astype(bool)
+        done = (terminated | truncated).astype(bool)
         columns["reward"][t] = torch.as_tensor(reward)
-        columns["done"][t] = torch.as_tensor(group.done)
+        columns["done"][t] = torch.from_numpy(done)
         _, ended_returns, ended_lengths = ended_episodes(info)
         returns += ended_returns
         lengths += ended_lengths
@@ -527,7 +527,7 @@ def learn(agent, optimizer, actors: Actors, batches: list[dict], ent_coef: float
             optimizer.step()
             agent.version += 1
             actors.publish(agent)
-    if len(batches) > 1:
+    if len(batches) > 1:  # per replayed batch; the next line divides by the passes
         new_sums["replay/rho_mean"] = replay_sums["train/rho_mean"] / (len(batches) - 1)
     means = {name: mean_over_ranks(x / args.update_epochs).item() for name, x in new_sums.items()}
     return means, explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
@@ -538,7 +538,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     make_envs(args, num_envs, stream): returns any VectorEnv with same-step autoreset, uint8
     (C, H, W) observations and Discrete actions; its truncations count as ends. Called per group.
-    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    saved: the loaded checkpoint, if args already include its flags (as in `main`).
     Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
     """
     args, saved = prepare(args, saved)
@@ -552,7 +552,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     groups = []
     for g in range(args.num_groups):
         envs = make_envs(args, N, f"{stream} {g}")
-        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -562,7 +562,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     torch.manual_seed(args.seed)
     agent = Agent(obs_shape, num_actions, args).to(device)
-    agent.version = 0  # SGD steps of this process
+    agent.version = 0  # SGD steps of this process; the actors' copies carry it
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     best = saved["best"]
     if args.resume:
@@ -574,6 +574,15 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         agent.compile()  # not the actors' copies
     replay_rng = random.Random(args.seed)  # the same on all ranks: they need equally many passes
     ring = deque(maxlen=args.replay_slots if args.replay_proportion else 0)  # the newest batches
+
+    run = Run(args, device, step, batch_size)
+    rollouts_per_batch = args.minibatch_size // (T * N)
+    num_rollouts = (args.total_timesteps - step) // batch_size * rollouts_per_batch
+    ahead = 0 if args.sync else args.num_batches_to_accumulate
+    actors = Actors(groups, agent, T, rollouts_per_batch, ahead, num_rollouts)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
+    metrics = {}
 
     def save(name: str):
         # The outputs are for a check: a diverged agent can have finite weights.
@@ -588,19 +597,11 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         }
         run.save(name, state, outputs)
 
-    run = Run(args, device, step, batch_size)
-    rollouts_per_batch = args.minibatch_size // (T * N)
-    num_rollouts = (args.total_timesteps - step) // batch_size * rollouts_per_batch
-    ahead = 0 if args.sync else args.num_batches_to_accumulate
-    actors = Actors(groups, agent, impala_rollout, T, rollouts_per_batch, ahead, num_rollouts)
-    iteration = saved["iteration"]
-    recent = deque(maxlen=100)  # returns of the last episodes
-    metrics = {}
     try:
         if not args.resume:
             save("checkpoint.pt")
         while step + batch_size <= args.total_timesteps:
-            # Batch: rollouts side by side
+            # Batch: rollouts, concatenated along the environments
             start = time.perf_counter()
             dataset = actors.dataset()
             new_batch = {}
@@ -611,7 +612,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             lengths = [x for rollout in dataset for x in rollout["lengths"]]
             env_s = sum(rollout["env_s"] for rollout in dataset)
             policy_s = sum(rollout["policy_s"] for rollout in dataset)
-            del dataset  # the first copy of the frames
+            del dataset  # new_batch is a copy
             received = time.perf_counter()
 
             # Replay: batches drawn uniformly from the ring, which contains the new one
@@ -643,7 +644,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "eval/return_train": None,
                 "eval/return_test": None,
                 "replay/count": num_replayed,
-                "replay/rho_mean": None,
+                "replay/rho_mean": None,  # unless something was replayed
                 **means,
                 "train/explained_variance": explained,
                 "train/lr": lr,
@@ -715,6 +716,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
     """Play this many whole episodes in each environment -> returns, lengths.
 
     A fixed number per environment: counting the first ones to finish would favour short episodes.
+    greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -745,15 +747,18 @@ class UsageError(ValueError):
 
 def plain(name: str, value, kind):
     """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
-    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):  # as a sweep passes; a checkpoint must not contain one
+        value = value.item()
     choices = get_args(kind)
-    low = 1 if name in AT_LEAST_1.split() else 0
-    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    low = 1 if name in AT_LEAST_1 else 0
+    high = 2**63 if kind is int else sys.float_info.max
+    if name in AT_MOST_1:
+        high = 1
     if get_origin(kind) is Literal and value in choices:
         return choices[choices.index(value)]
     if get_origin(kind) is tuple:
         return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str or kind is bool and value in (False, True):
+    if kind is str or (kind is bool and value in (False, True)):
         return kind(value)
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
@@ -779,7 +784,7 @@ def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     check(args)
     if not args.resume:
         return args, {"step": 0, "iteration": 0, "best": -math.inf}
-    for name in FIXED.split():
+    for name in FIXED:
         old, new = saved["args"].get(name), getattr(args, name)
         if new != old:
             raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
@@ -796,7 +801,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -811,13 +816,14 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    # Fewer pixels than channels: probably (N, H, W, C)
     if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
-        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high, H and W >= C"
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episodes ended, returns, lengths.
+    """info -> indices of the environments whose episodes ended, returns, lengths.
 
     Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
     """
@@ -829,7 +835,7 @@ def ended_episodes(info: dict) -> tuple[list, list, list]:
 
 
 def available_cores() -> int:
-    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    """Cores by affinity mask and container quota, divided among the local ranks."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -872,8 +878,9 @@ def mean_over_ranks(x):
 def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        # These flags may differ between ranks.
         local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
+        own = asdict(args) | local | {"step": step}
         gathered = [None] * WORLD
         dist.all_gather_object(gathered, own)
         if gathered.count(own) != WORLD:
@@ -933,11 +940,11 @@ class Run:
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
 
     def cut_table(self, step: int) -> list[str]:
-        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
         self.table.seek(0)
         lines = self.table.read().splitlines(keepends=True)
-        for line in lines[:0:-1]:  # from the end to the first row after the header
-            row = re.fullmatch(rb"(\d+),.*\n", line)
+        while len(lines) > 1:
+            row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
             if row and int(row[1]) <= step:
                 break
             lines.pop()
@@ -945,6 +952,7 @@ class Run:
         return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
+        """Print a line: to stdout unless --quiet, or to this stream in any case."""
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             (stream or sys.stdout).flush()  # a log file has it at once
@@ -986,10 +994,11 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
+        # Networks and running statistics; the optimizer's tensors lie deeper.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
-            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+            raise FloatingPointError(f"training has diverged; {name} was not written")
         state["script"] = SCRIPT
         state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError

@@ -11,14 +11,14 @@
     python ppo_atari_rnd.py --env-id MontezumaRevenge --memory gru  # the paper's recurrent policy
     python ppo_atari_rnd.py --resume runs/NAME                      # continue a stopped run
 
-A frame earns a bonus where a trained network fails to predict the features that a fixed random
-network computes from it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
+A frame earns a bonus if a trained predictor fails to predict a fixed random network's features of
+it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
 arXiv:1506.02438. Hyperparameters: the paper's table 5.
 
 Unlike most PPO code, as in the authors' (github.com/openai/random-network-distillation):
 - two value heads with one discount each; the intrinsic return does not stop at episode ends;
 - no standardization of advantages, no clipping of values or gradients;
-- a minibatch is whole environments, the same ones in every epoch;
+- a minibatch holds all rows of some environments, the same ones in every epoch;
 - the bonus of step t is for the newest frame of o_{t+1}. It uses the frame statistics of the
   earlier rollouts and is divided by the running std of discounted sums of bonuses.
 Departures, results and the commands behind them: docs/ppo_atari_rnd.md.
@@ -65,20 +65,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    total_timesteps: int = 491_520_000  # total environment steps of 4 frames, in whole rollouts
+    total_timesteps: int = 491_520_000  # total environment steps (4 frames each), in whole rollouts
     seed: int = 1  # on a CPU, the same flags reproduce the same metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
-    micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 256 on a CPU, all on a GPU
+    compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
+    micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
     eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
-    quiet: bool = False  # no progress, only evaluations
+    quiet: bool = False  # print only evaluations
     # environment
     repeat_action_probability: float = 0.25  # probability of repeating the last action, per frame
     noop_max: int = 1  # an episode starts with 1 to this many no-ops; one less with --fire-reset
@@ -89,7 +89,7 @@ class Args:
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     # optimization
     num_steps: int = 128  # rollout length per environment
-    minibatch_size: int = 4096  # rows per SGD step: those of whole environments
+    minibatch_size: int = 4096  # rows per SGD step: a multiple of --num-steps (whole environments)
     update_epochs: int = 4  # passes over a rollout
     lr: tuple[float, ...] = (1e-4,)
     """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
@@ -105,22 +105,21 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: a number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = off, explore only
     int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
-    bonus_after: int = 0  # environment steps without a bonus; their errors do not enter its divisor
+    bonus_after: int = 0  # environment steps before the bonus and its normalization start
     predictor_share: float = 0
     """share of the rows that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
     warmup_steps: int = 6400
-    """random steps per environment that start the frame statistics, at step 0; 0 = none"""
+    """random steps per environment that initialize the frame statistics of a new run; 0 = none"""
     # network
     memory: Literal["none", "gru"] = "none"  # the paper's CNN or recurrent policy
     rnd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
 
 
-# What --resume cannot change; bounds of numbers
-FIXED = """env_id repeat_action_probability frame_size stack memory
-rnd_features"""
+# Flags that --resume cannot change, and the bounds of flags that are numbers (checked by `plain`)
+FIXED = "env_id repeat_action_probability frame_size stack memory rnd_features".split()
 AT_LEAST_1 = """num_envs num_steps update_epochs noop_max max_episode_steps stack
-rnd_features"""
-AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share"
+rnd_features""".split()
+AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share".split()
 
 
 def check(args: Args):
@@ -134,6 +133,7 @@ def check(args: Args):
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
     if args.compile and args.memory == "gru":
         raise UsageError("--compile: not with --memory gru, whose loop it would unroll")
+    # Beyond these EnvPool hangs, runs out of memory or overflows.
     limits = {"noop_max": 1000, "stack": 64, "max_episode_steps": 2**31 - 1}
     for name, limit in limits.items():
         if getattr(args, name) > limit:
@@ -206,12 +206,12 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         img_width=args.frame_size,
         stack_num=args.stack,
     )
-    envs = RecordEpisodeStatistics(AtariEnvs(pool, num_envs, ROOM_BYTE.get(game)))
+    envs = RecordEpisodeStatistics(AtariEnvs(pool, num_envs, ROOM_BYTE.get(game)))  # unclipped
     return TransformReward(envs, np.sign)
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
+    """Hash both to 31 bits: different seeds or streams give independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -410,7 +410,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
-    """The loss's terms and statistics per row, each (B,); logits (B, A), values (B, 2): new ones.
+    """Loss terms and statistics, each (B,), from the new logits (B, A) and values (B, 2).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared errors of the
     heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
@@ -442,14 +442,16 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
     if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
+        raise UsageError(f"--lr, --ent-coef {knots}: must be a number, or 0 value step value ...")
     return float(np.interp(step, steps, values))
 
 
 # --- training ---
 
 
-def learn(agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float, args: Args):
+def learn(
+    agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float, args: Args
+) -> dict:
     """Train policy and predictor on a rollout for several epochs -> means over all minibatches.
 
     batch: columns of N * T rows, one environment after the other: obs, memory, valid, action, logp,
@@ -465,9 +467,10 @@ def learn(agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float,
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # in the same order
             last = first + args.minibatch_size
             minibatch = {name: column[first:last] for name, column in batch.items()}
-            # Means per rank; the least is one row on one rank, so that nothing is divided by 0.
+            # Numbers of rows per rank; the minimum avoids a division by 0.
             num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
-            drawn = torch.rand(args.minibatch_size) < predictor_share  # on the CPU: see nonzero
+            # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work.
+            drawn = torch.rand(args.minibatch_size) < predictor_share
             num_drawn = mean_over_ranks(drawn.float().sum()).clamp(min=1 / WORLD).item()
             optimizer.zero_grad()
             for start in range(0, args.minibatch_size, micro_batch):
@@ -478,7 +481,6 @@ def learn(agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float,
                 terms = ppo_terms(logits, values, rows, args.clip, in_use)
                 # This piece's share of the minibatch's means; backward() adds up the gradients.
                 parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
-                # nonzero() of a tensor on the GPU would wait for all work queued there.
                 index = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
                 errors = rnd.error(rows["frame"][index], rows["feature"][index])
                 parts["loss/predictor"] = errors.sum() / num_drawn
@@ -501,7 +503,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     make_envs(args, num_envs, stream): returns any VectorEnv with next-step autoreset, uint8
     (C, H, W) observations (newest frame last) and Discrete actions.
-    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    saved: the loaded checkpoint, if args already include its flags (as in `main`).
     Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
     """
     args, saved = prepare(args, saved)
@@ -512,7 +514,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=44)
     obs_shape = obs.shape[1:]
@@ -523,11 +525,11 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rnd = RND((1, *obs_shape[1:]), args).to(device)
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
-    rooms_ever = getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool))  # AtariEnvs updates it
+    rooms_ever = getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool))  # filled by AtariEnvs
     best = saved["best"]
     if args.resume:
         agent.load_state_dict(saved["agent"])
-        sums = saved["rnd"]["discounted"]  # any number of environments takes them over
+        sums = saved["rnd"]["discounted"]  # repeated or cut to N environments
         saved["rnd"]["discounted"] = sums[torch.arange(N) % len(sums)]
         rnd.load_state_dict(saved["rnd"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -554,11 +556,18 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
     }
-    # On the CPU, where GAE runs; last axis: of the game, of the bonus, which no end cuts.
+    # On the CPU, where GAE runs. Last axis: game, bonus, whose ends stay 0: none cuts its returns.
     rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N, 2)
     dones = torch.zeros(T, N, 2)
     coefs = torch.tensor([args.ext_coef, args.int_coef])
+
+    run = Run(args, device, step, batch_size)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
+    memory = torch.zeros(N, agent.memory_size, device=device)
+    done = np.zeros(N, bool)  # of the last step
+    metrics = {}
 
     def save(name: str):
         # The outputs are for a check: a diverged agent can have finite weights.
@@ -578,12 +587,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         }
         run.save(name, state, outputs)
 
-    run = Run(args, device, step, batch_size)
-    iteration = saved["iteration"]
-    recent = deque(maxlen=100)  # returns of the last episodes
-    memory = torch.zeros(N, agent.memory_size, device=device)
-    done = np.zeros(N, bool)  # of the last step
-    metrics = {}
     try:
         if not args.resume:
             save("checkpoint.pt")
@@ -637,7 +640,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             # Advantages. The row after an end shows the episode's last observation, from whose
             # value a truncated episode bootstraps. The intrinsic return runs through this row.
             with torch.no_grad():
-                valid = torch.ones(N, device=device)  # only for the memory that is dropped
+                valid = torch.ones(N, device=device)  # affects only the memory, unused here
                 _, last_value, _ = agent(rollout["obs"][T], memory, valid)
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
             advantages = torch.zeros(T, N, 2)
@@ -741,6 +744,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
     """Play this many whole episodes in each environment -> returns, lengths.
 
     A fixed number per environment: counting the first ones to finish would favour short episodes.
+    greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -775,15 +779,18 @@ class UsageError(ValueError):
 
 def plain(name: str, value, kind):
     """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
-    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):  # as a sweep passes; a checkpoint must not contain one
+        value = value.item()
     choices = get_args(kind)
-    low = 1 if name in AT_LEAST_1.split() else 0
-    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    low = 1 if name in AT_LEAST_1 else 0
+    high = 2**63 if kind is int else sys.float_info.max
+    if name in AT_MOST_1:
+        high = 1
     if get_origin(kind) is Literal and value in choices:
         return choices[choices.index(value)]
     if get_origin(kind) is tuple:
         return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str or kind is bool and value in (False, True):
+    if kind is str or (kind is bool and value in (False, True)):
         return kind(value)
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
@@ -809,7 +816,7 @@ def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     check(args)
     if not args.resume:
         return args, {"step": 0, "iteration": 0, "best": -math.inf}
-    for name in FIXED.split():
+    for name in FIXED:
         old, new = saved["args"].get(name), getattr(args, name)
         if new != old:
             raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
@@ -826,7 +833,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -841,13 +848,14 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    # Fewer pixels than channels: probably (N, H, W, C)
     if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
-        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high, H and W >= C"
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episodes ended, returns, lengths.
+    """info -> indices of the environments whose episodes ended, returns, lengths.
 
     Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
     """
@@ -859,7 +867,7 @@ def ended_episodes(info: dict) -> tuple[list, list, list]:
 
 
 def available_cores() -> int:
-    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    """Cores by affinity mask and container quota, divided among the local ranks."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -902,8 +910,9 @@ def mean_over_ranks(x):
 def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        # These flags may differ between ranks.
         local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
+        own = asdict(args) | local | {"step": step}
         gathered = [None] * WORLD
         dist.all_gather_object(gathered, own)
         if gathered.count(own) != WORLD:
@@ -963,11 +972,11 @@ class Run:
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
 
     def cut_table(self, step: int) -> list[str]:
-        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
         self.table.seek(0)
         lines = self.table.read().splitlines(keepends=True)
-        for line in lines[:0:-1]:  # from the end to the first row after the header
-            row = re.fullmatch(rb"(\d+),.*\n", line)
+        while len(lines) > 1:
+            row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
             if row and int(row[1]) <= step:
                 break
             lines.pop()
@@ -975,6 +984,7 @@ class Run:
         return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
+        """Print a line: to stdout unless --quiet, or to this stream in any case."""
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             (stream or sys.stdout).flush()  # a log file has it at once
@@ -1016,10 +1026,11 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
+        # Networks and running statistics; the optimizer's tensors lie deeper.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
-            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+            raise FloatingPointError(f"training has diverged; {name} was not written")
         state["script"] = SCRIPT
         state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError

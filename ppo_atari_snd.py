@@ -17,9 +17,9 @@ A frame earns a bonus if a predictor network fails to predict a target network's
 RND's target is random: according to the SND paper, similar frames get similar features, so the
 bonus soon fades. SND-V's target learns to tell frames apart, by a contrastive loss on pairs of
 frames. Unlike most PPO:
-- the game's reward and the bonus have a value head and a discount each; both end with the episode;
+- game and bonus have a value head and a discount each; both returns stop at the end of an episode;
 - neither advantages nor the bonus are normalized; the bonus is only clipped;
-- the bonus of row t is for o_t (RND: o_{t+1}), so it enters the return of the action before;
+- the bonus of row t is for o_t (RND: o_{t+1}), so it rewards the actions before a_t;
 - minibatches are drawn with replacement.
 Departures, results and the commands behind them: docs/ppo_atari_snd.md.
 """
@@ -65,20 +65,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    total_timesteps: int = 128_000_000  # total environment steps of 4 frames, in whole rollouts
+    total_timesteps: int = 128_000_000  # total environment steps (4 frames each), in whole rollouts
     seed: int = 1  # on a CPU, the same flags reproduce the same metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
-    micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 256 on a CPU, all on a GPU
+    compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
+    micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
     eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
-    quiet: bool = False  # no progress, only evaluations
+    quiet: bool = False  # print only evaluations
     # environment
     repeat_action_probability: float = 0.25  # probability of repeating the last action, per frame
     noop_max: int = 30  # an episode starts with 1 to this many no-ops; one less with --fire-reset
@@ -111,16 +111,16 @@ class Args:
     predictor_share: float = 0
     """share of the errors that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
     warmup_steps: int = 256
-    """random steps per environment that start the frame statistics, at step 0; 0 = none"""
+    """random steps per environment that initialize the frame statistics of a new run; 0 = none"""
     # network
     snd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
 
 
-# What --resume cannot change; bounds of numbers
-FIXED = "env_id repeat_action_probability frame_size stack snd_features"
+# Flags that --resume cannot change, and the bounds of flags that are numbers (checked by `plain`)
+FIXED = "env_id repeat_action_probability frame_size stack snd_features".split()
 AT_LEAST_1 = """num_envs num_steps update_epochs noop_max max_episode_steps stack pairs
-snd_features"""
-AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share"
+snd_features""".split()
+AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share".split()
 
 
 def check(args: Args):
@@ -131,6 +131,7 @@ def check(args: Args):
         raise UsageError(f"--minibatch-size {args.minibatch_size}: {rule}")
     if args.total_timesteps < rows * WORLD:
         raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
+    # Beyond these EnvPool hangs, runs out of memory or overflows.
     limits = {"noop_max": 1000, "stack": 64, "max_episode_steps": 2**31 - 1}
     for name, limit in limits.items():
         if getattr(args, name) > limit:
@@ -203,12 +204,12 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         img_width=args.frame_size,
         stack_num=args.stack,
     )
-    envs = RecordEpisodeStatistics(AtariEnvs(pool, num_envs, ROOM_BYTE.get(game)))
+    envs = RecordEpisodeStatistics(AtariEnvs(pool, num_envs, ROOM_BYTE.get(game)))  # unclipped
     return TransformReward(envs, np.sign)
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
+    """Hash both to 31 bits: different seeds or streams give independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -365,7 +366,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
-    """The loss's terms and statistics per row, each (B,); logits (B, A), values (B, 2): new ones.
+    """Loss terms and statistics, each (B,), from the new logits (B, A) and values (B, 2).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared errors of the
     heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
@@ -397,33 +398,31 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
     if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
+        raise UsageError(f"--lr, --ent-coef {knots}: must be a number, or 0 value step value ...")
     return float(np.interp(step, steps, values))
 
 
-def chance(probability: float, like, height: int = 1, width: int = 1):
-    """(B, 1, height, width) booleans, each True with this probability; B as in `like`."""
-    return torch.rand(len(like), 1, height, width, device=like.device) < probability
-
-
 def hide_tiles(x):
-    """Augment frames (B, 1, H, W): each is, at even odds, masked and, independently, noised.
+    """Augment frames (B, 1, H, W): half of them are masked and, independently, half get noise.
 
-    Masking sets a tenth of its tiles to 0. The tile size is drawn once for all frames.
+    Masking sets each tile to 0 with probability 0.1. All frames have one random tile size.
     """
-    height, width = x.shape[2:]
+    batch_size, _, height, width = x.shape
     tile = [1, 2, 4, 8, 12, 16][torch.randint(6, ()).item()]
-    hidden = chance(0.1, x, math.ceil(height / tile), math.ceil(width / tile))
+    tiles = (batch_size, 1, math.ceil(height / tile), math.ceil(width / tile))
+    hidden = torch.rand(tiles, device=x.device) < 0.1
     hidden = hidden.repeat_interleave(tile, 2).repeat_interleave(tile, 3)[..., :height, :width]
-    x = x.masked_fill(hidden & chance(0.5, x), 0)
+    is_masked = torch.rand(batch_size, 1, 1, 1, device=x.device) < 0.5
+    x = x.masked_fill(hidden & is_masked, 0)
     noise = torch.rand_like(x) * 0.4 - 0.2
-    return x + noise * chance(0.5, x)
+    is_noisy = torch.rand(batch_size, 1, 1, 1, device=x.device) < 0.5
+    return x + noise * is_noisy
 
 
 def contrastive(a, b, far):
     """SND-V's loss: the mean squared distance of features (B, D) should be `far` (B,), 0 or 1.
 
-    The second term penalizes features whose mean squares add up to more than 200.
+    The second term penalizes a mean square of both features together above 200.
     """
     distance = (a - b).square().mean(1)
     size = a.square().mean() + b.square().mean()
@@ -442,7 +441,7 @@ def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
 def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Args) -> dict:
     """Train the policy, one SGD step per minibatch -> means over all minibatches.
 
-    batch: columns of T * N rows (obs: N more): obs, valid, action, logp, value, advantage, target.
+    batch: columns of T * N rows: obs, valid, action, logp, value, advantage, target.
     """
     device = batch["obs"].device
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
@@ -450,7 +449,7 @@ def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Arg
     sums = defaultdict(float)
     for index in minibatches:
         minibatch = {name: column[index] for name, column in batch.items()}
-        # A mean per rank; the least is one row on one rank, so that nothing is divided by 0.
+        # The number of valid rows per rank; the minimum avoids a division by 0.
         num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
         optimizer.zero_grad()
         for start in range(0, args.minibatch_size, micro_batch):
@@ -480,7 +479,6 @@ def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
     device = batch["obs"].device
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     frames = batch["obs"][:, -1:]  # the newest of each observation
-    num_rows = len(batch["action"])
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     sums = defaultdict(float)
     for index in minibatches:
@@ -494,7 +492,7 @@ def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
             loss = (snd.errors(minibatch[rows]) * mask[rows]).sum() / num_kept
             loss.backward()
             sums["loss/predictor"] += loss.detach()
-        first, other = torch.randint(num_rows, (2, args.pairs), device=device)
+        first, other = torch.randint(len(frames), (2, args.pairs), device=device)
         same = torch.rand(args.pairs, device=device) < 0.5
         second = torch.where(same, first, other)
         loss = snd.target_loss(frames[first], frames[second], first != second)
@@ -511,7 +509,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     make_envs(args, num_envs, stream): returns any VectorEnv with next-step autoreset, uint8
     (C, H, W) observations (newest frame last) and Discrete actions.
-    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    saved: the loaded checkpoint, if args already include its flags (as in `main`).
     Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
     """
     args, saved = prepare(args, saved)
@@ -522,7 +520,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=4)
     obs_shape = obs.shape[1:]
@@ -533,7 +531,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     snd = SND((1, *obs_shape[1:]), args).to(device)
     parameters = [*agent.parameters(), *snd.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
-    rooms_ever = getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool))  # AtariEnvs updates it
+    rooms_ever = getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool))  # filled by AtariEnvs
     best = saved["best"]
     if args.resume:
         agent.load_state_dict(saved["agent"])
@@ -548,7 +546,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
     # done_{t+1}). The row after an end is not valid: its action is ignored, so it stays out of the
-    # policy and value losses. The predictor also trains on its frame, the last of an episode.
+    # policy and value losses. The predictor also trains on its frame, the last of an episode, whose
+    # bonus enters no valid row's return.
     rollout = {
         "obs": torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
@@ -556,11 +555,17 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
     }
-    # On the CPU, where GAE runs; last axis: of the game, of the bonus. An end cuts both.
+    # On the CPU, where GAE runs. Last axis: game, bonus. An end cuts both returns.
     rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
     coefs = torch.tensor([args.ext_coef, args.int_coef])
+
+    run = Run(args, device, step, batch_size)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
+    done = np.zeros(N, bool)  # of the last step
+    metrics = {}
 
     def save(name: str):
         # The outputs are for a check: a diverged agent can have finite weights.
@@ -578,11 +583,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         }
         run.save(name, state, outputs)
 
-    run = Run(args, device, step, batch_size)
-    iteration = saved["iteration"]
-    recent = deque(maxlen=100)  # returns of the last episodes
-    done = np.zeros(N, bool)  # of the last step
-    metrics = {}
     try:
         if not args.resume:
             save("checkpoint.pt")
@@ -641,7 +641,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             is_valid = rollout["valid"].cpu().bool()
             value_ext, value_int = values[:T][is_valid].unbind(-1)
             target_ext, target_int = targets[is_valid].unbind(-1)
-            columns = rollout | {"target": targets.to(device)}
+            columns = rollout | {"obs": rollout["obs"][:T], "target": targets.to(device)}
             columns["advantage"] = (advantages * coefs).sum(-1).to(device)
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             acted = time.perf_counter()
@@ -733,6 +733,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
     """Play this many whole episodes in each environment -> returns, lengths.
 
     A fixed number per environment: counting the first ones to finish would favour short episodes.
+    greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -763,15 +764,18 @@ class UsageError(ValueError):
 
 def plain(name: str, value, kind):
     """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
-    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):  # as a sweep passes; a checkpoint must not contain one
+        value = value.item()
     choices = get_args(kind)
-    low = 1 if name in AT_LEAST_1.split() else 0
-    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    low = 1 if name in AT_LEAST_1 else 0
+    high = 2**63 if kind is int else sys.float_info.max
+    if name in AT_MOST_1:
+        high = 1
     if get_origin(kind) is Literal and value in choices:
         return choices[choices.index(value)]
     if get_origin(kind) is tuple:
         return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str or kind is bool and value in (False, True):
+    if kind is str or (kind is bool and value in (False, True)):
         return kind(value)
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
@@ -797,7 +801,7 @@ def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     check(args)
     if not args.resume:
         return args, {"step": 0, "iteration": 0, "best": -math.inf}
-    for name in FIXED.split():
+    for name in FIXED:
         old, new = saved["args"].get(name), getattr(args, name)
         if new != old:
             raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
@@ -814,7 +818,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -829,13 +833,14 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    # Fewer pixels than channels: probably (N, H, W, C)
     if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
-        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high, H and W >= C"
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episodes ended, returns, lengths.
+    """info -> indices of the environments whose episodes ended, returns, lengths.
 
     Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
     """
@@ -847,7 +852,7 @@ def ended_episodes(info: dict) -> tuple[list, list, list]:
 
 
 def available_cores() -> int:
-    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    """Cores by affinity mask and container quota, divided among the local ranks."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -890,8 +895,9 @@ def mean_over_ranks(x):
 def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        # These flags may differ between ranks.
         local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
+        own = asdict(args) | local | {"step": step}
         gathered = [None] * WORLD
         dist.all_gather_object(gathered, own)
         if gathered.count(own) != WORLD:
@@ -951,11 +957,11 @@ class Run:
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
 
     def cut_table(self, step: int) -> list[str]:
-        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
         self.table.seek(0)
         lines = self.table.read().splitlines(keepends=True)
-        for line in lines[:0:-1]:  # from the end to the first row after the header
-            row = re.fullmatch(rb"(\d+),.*\n", line)
+        while len(lines) > 1:
+            row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
             if row and int(row[1]) <= step:
                 break
             lines.pop()
@@ -963,6 +969,7 @@ class Run:
         return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
+        """Print a line: to stdout unless --quiet, or to this stream in any case."""
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             (stream or sys.stdout).flush()  # a log file has it at once
@@ -1004,10 +1011,11 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
+        # Networks and running statistics; the optimizer's tensors lie deeper.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
-            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+            raise FloatingPointError(f"training has diverged; {name} was not written")
         state["script"] = SCRIPT
         state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError

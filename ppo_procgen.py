@@ -18,7 +18,8 @@ Unlike most PPO code, as in the entry (RLlib 0.8.7):
 - a penalty on KL(old || new) with an adaptive weight is added to the clipped loss;
 - advantages are standardized once per rollout, not once per minibatch;
 - a rollout is split into minibatches once; each epoch only shuffles their order;
-- no gradient clipping; a piecewise linear learning rate; frames t-3 and t as input.
+- no gradient clipping; a piecewise linear learning rate; frames t-3 and t as input;
+- a wider IMPALA CNN, which averages its last maps over the picture.
 Departures, results and the commands behind them: docs/ppo_procgen.md.
 """
 
@@ -74,24 +75,24 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the learner's policy; unmeasured on a GPU
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: slow on a CPU without AVX512-BF16 or AMX
-    micro_batch: int = 0  # rows per forward pass, bounds memory; 0 = 64 on a CPU, all on a GPU
+    compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
+    micro_batch: int = 0  # rows per forward pass of learning; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
     eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
-    quiet: bool = False  # no progress, only evaluations
+    quiet: bool = False  # print only evaluations
     # environment
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
-    stack: Literal["none", "gap", "full"] = "gap"  # input: frame t; t-3 and t; or t-3 to t
+    stack: Literal["none", "gap", "full"] = "gap"  # none: frame t; gap: t-3 and t; full: t-3 to t
     num_envs: int = 48  # parallel environments (per process, with torchrun)
     norm_reward: float = 0
     """divide rewards by the running std of returns discounted by this (OpenAI: 0.99); 0 = off"""
     # optimization
     num_steps: int = 200  # rollout length per environment
-    minibatch_size: int = 1024  # rows per SGD step; the remainder of a rollout is unused
+    minibatch_size: int = 1024  # rows per SGD step and process; a rollout's remainder is unused
     update_epochs: int = 3  # passes over a rollout
     lr: tuple[float, ...] = LR
     """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
@@ -105,10 +106,10 @@ class Args:
     gae_lambda: float = 0.9  # GAE's lambda
     clip: float = 0.2  # clip range of the probability ratio; 0 = off
     vf_clip: float = 30  # clip range of the value, in units of return; 0 = off
-    vf_coef: float = 0.5  # weight of the squared value error (no factor 1/2: OpenAI's 0.5 is 0.25)
-    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardize advantages over this
+    vf_coef: float = 0.5  # weight of the squared value error, without 1/2 (OpenAI's 0.5 is 0.25)
+    norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardize advantages within each
     ent_coef: tuple[float, ...] = (0.01,)  # weight of the entropy bonus: a number, or as --lr
-    kl_coef: float = 0.2  # first weight of KL(old || new), adapted to --kl-target; 0 = off
+    kl_coef: float = 0.2  # initial weight of KL(old || new), adapted to --kl-target; 0 = off
     kl_target: float = 0.01  # target of the KL per iteration, in nats
     # network
     channels: tuple[int, int, int] = (32, 64, 64)  # widths of the three stages of the IMPALA CNN
@@ -117,10 +118,10 @@ class Args:
     ortho_heads: bool = False  # orthogonal heads of gains 0.01 and 1 (OpenAI), not Glorot
 
 
-# What --resume cannot change; bounds of numbers
-FIXED = "env_id distribution_mode stack channels pool input_shift"
-AT_LEAST_1 = "num_envs num_steps update_epochs channels"
-AT_MOST_1 = "gamma gae_lambda norm_reward"
+# Flags that --resume cannot change, and the bounds of flags that are numbers (checked by `plain`)
+FIXED = "env_id distribution_mode stack channels pool input_shift".split()
+AT_LEAST_1 = "num_envs num_steps update_epochs channels".split()
+AT_MOST_1 = "gamma gae_lambda norm_reward".split()
 
 
 def check(args: Args):
@@ -147,7 +148,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
     """EnvPool's Procgen with a frame stack: uint8 (N, 3 * frames, 64, 64), same-step autoreset.
 
     The step that ends an episode returns the next one's first observation, repeated to fill the
-    stack. `truncated` marks time limits. `reset` restarts nothing.
+    stack. `truncated` marks time limits. `reset` returns the current stack; episodes continue.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
@@ -210,7 +211,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """Hash both to 31 bits, so that other seeds or streams have independent random numbers."""
+    """Hash both to 31 bits: different seeds or streams give independent random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
 
 
@@ -302,7 +303,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
-    """The loss's terms and statistics per row, each (B,); logits (B, A), value (B,): the new ones.
+    """Loss terms and statistics, each (B,), from the new logits (B, A) and value (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: the larger of the squared
     errors of the new value and of the clipped one. train/kl: exact KL(old || new).
@@ -357,7 +358,7 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
         return knots[0]
     steps, values = list(knots[0::2]), list(knots[1::2])
     if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef {knots}: a number, or 0 value step value ... rising")
+        raise UsageError(f"--lr, --ent-coef {knots}: must be a number, or 0 value step value ...")
     return float(np.interp(step, steps, values))
 
 
@@ -375,15 +376,16 @@ class RewardNormalizer:
     def __call__(self, reward, done):
         """reward, done: (N,) -> (N,)."""
         self.returns = self.gamma * self.returns + reward
-        new = torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
-        self.sums += WORLD * mean_over_ranks(new)
+        ones = torch.ones_like(self.returns)
+        new = torch.stack([ones, self.returns, self.returns**2]).sum(1)
+        self.sums += WORLD * mean_over_ranks(new)  # the sum over ranks
         self.returns *= 1 - done
         count, total, squares = self.sums.tolist()
         variance = squares / count - (total / count) ** 2
         return (reward.double() / (variance + 1e-8) ** 0.5).clamp(-10, 10)
 
     def restore(self, sums, returns):
-        """Continue a run; any number of environments takes over the saved returns."""
+        """Continue a run; repeats or cuts the saved returns for another number of environments."""
         self.sums = sums
         self.returns = returns[torch.arange(len(self.returns)) % len(returns)]
 
@@ -405,7 +407,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
         if epoch == 0 or args.reshuffle:
             permutation = torch.randperm(num_rows, device=device)
             minibatches = permutation.split(args.minibatch_size)  # a shorter last one is unused
-        last_epoch_kl = 0.0
+        sums["train/kl"] = 0.0  # of the last epoch only: RLlib adapts the penalty to it
         for m in torch.randperm(num_minibatches).tolist():
             minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
@@ -422,7 +424,6 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
                 loss.backward()
                 for name, part in parts.items():
                     sums[name] += part.detach()
-                last_epoch_kl += parts["train/kl"].detach()
             for parameter in agent.parameters():
                 parameter.grad = mean_over_ranks(parameter.grad)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
@@ -430,7 +431,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
             optimizer.step()
     num_updates = args.update_epochs * num_minibatches
     means = {name: mean_over_ranks(x / num_updates).item() for name, x in sums.items()}
-    means["train/kl"] = mean_over_ranks(last_epoch_kl / num_minibatches).item()  # as RLlib adapts
+    means["train/kl"] *= args.update_epochs
     return means
 
 
@@ -438,8 +439,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
 
     make_envs(args, num_envs, stream): returns any VectorEnv with same-step autoreset, uint8
-    (C, H, W) observations and Discrete actions; its truncations count as ends.
-    saved: the checkpoint of args.resume if args already contain its flags, as `main` passes it.
+    (C, H, W) observations and Discrete actions; time limits count as terminations.
+    saved: the loaded checkpoint, if args already include its flags (as in `main`).
     Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
     """
     args, saved = prepare(args, saved)
@@ -450,7 +451,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if they do not count themselves
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
     obs_shape = obs.shape[1:]
@@ -467,7 +468,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         optimizer.load_state_dict(saved["optimizer"])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
         normalizer.restore(**saved["normalizer"])
-        if args.kl_coef and saved["kl_coef"]:  # otherwise --kl-coef was turned on or off
+        if args.kl_coef == saved["args"]["kl_coef"]:  # otherwise a new --kl-coef wins
             kl_coef = saved["kl_coef"]
     compare_ranks(args, step)
     if args.compile:
@@ -484,6 +485,11 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     dones = torch.zeros(T, N)
 
+    run = Run(args, device, step, batch_size)
+    iteration = saved["iteration"]
+    recent = deque(maxlen=100)  # returns of the last episodes
+    metrics = {}
+
     def save(name: str):
         # The outputs are for a check: a diverged agent can have finite weights.
         with torch.no_grad():
@@ -499,10 +505,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         }
         run.save(name, state, outputs)
 
-    run = Run(args, device, step, batch_size)
-    iteration = saved["iteration"]
-    recent = deque(maxlen=100)  # returns of the last episodes
-    metrics = {}
     try:
         if not args.resume:
             save("checkpoint.pt")
@@ -532,7 +534,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                     rewards[t] = normalizer(rewards[t], dones[t])
                 run.bar.update(N * WORLD)
 
-            # Advantages. As in Procgen's reference results, a time limit counts as a termination.
+            # Advantages. A time limit counts as a termination, as in Procgen's published results:
+            # the next row's value is already the next episode's.
             with torch.no_grad():
                 _, last_value = agent(torch.from_numpy(obs).to(device))
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
@@ -634,6 +637,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
     """Play this many whole episodes in each environment -> returns, lengths.
 
     A fixed number per environment: counting the first ones to finish would favour short episodes.
+    greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -664,15 +668,18 @@ class UsageError(ValueError):
 
 def plain(name: str, value, kind):
     """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
-    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):  # as a sweep passes; a checkpoint must not contain one
+        value = value.item()
     choices = get_args(kind)
-    low = 1 if name in AT_LEAST_1.split() else 0
-    high = 1 if name in AT_MOST_1.split() else 2**63 if kind is int else sys.float_info.max
+    low = 1 if name in AT_LEAST_1 else 0
+    high = 2**63 if kind is int else sys.float_info.max
+    if name in AT_MOST_1:
+        high = 1
     if get_origin(kind) is Literal and value in choices:
         return choices[choices.index(value)]
     if get_origin(kind) is tuple:
         return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str or kind is bool and value in (False, True):
+    if kind is str or (kind is bool and value in (False, True)):
         return kind(value)
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
@@ -698,7 +705,7 @@ def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
     check(args)
     if not args.resume:
         return args, {"step": 0, "iteration": 0, "best": -math.inf}
-    for name in FIXED.split():
+    for name in FIXED:
         old, new = saved["args"].get(name), getattr(args, name)
         if new != old:
             raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
@@ -715,7 +722,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: a run of the first edition, continue it with 0ac8b70")
+        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -730,13 +737,14 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
+    # Fewer pixels than channels: probably (N, H, W, C)
     if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
-        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high"
+        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high, H and W >= C"
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
 def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """Environments whose episodes ended, returns, lengths.
+    """info -> indices of the environments whose episodes ended, returns, lengths.
 
     Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
     """
@@ -748,7 +756,7 @@ def ended_episodes(info: dict) -> tuple[list, list, list]:
 
 
 def available_cores() -> int:
-    """Cores of this process: its affinity mask and its container's quota, over local ranks."""
+    """Cores by affinity mask and container quota, divided among the local ranks."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -791,8 +799,9 @@ def mean_over_ranks(x):
 def compare_ranks(args: Args, step: int):
     """Refuse to train ranks that were started with different flags or checkpoints."""
     if WORLD > 1:
+        # These flags may differ between ranks.
         local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-        own = asdict(args) | local | {"step": step}  # flags of one machine may differ
+        own = asdict(args) | local | {"step": step}
         gathered = [None] * WORLD
         dist.all_gather_object(gathered, own)
         if gathered.count(own) != WORLD:
@@ -852,11 +861,11 @@ class Run:
         self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
 
     def cut_table(self, step: int) -> list[str]:
-        """Cut metrics.csv after its last whole row up to `step` -> its columns."""
+        """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
         self.table.seek(0)
         lines = self.table.read().splitlines(keepends=True)
-        for line in lines[:0:-1]:  # from the end to the first row after the header
-            row = re.fullmatch(rb"(\d+),.*\n", line)
+        while len(lines) > 1:
+            row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
             if row and int(row[1]) <= step:
                 break
             lines.pop()
@@ -864,6 +873,7 @@ class Run:
         return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
 
     def say(self, text: str, stream=None):
+        """Print a line: to stdout unless --quiet, or to this stream in any case."""
         if RANK == 0 and (stream or not self.args.quiet):
             tqdm.write(text, stream)
             (stream or sys.stdout).flush()  # a log file has it at once
@@ -905,10 +915,11 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
+        # Networks and running statistics; the optimizer's tensors lie deeper.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
-            raise FloatingPointError(f"training has diverged; {self.folder / name} is kept")
+            raise FloatingPointError(f"training has diverged; {name} was not written")
         state["script"] = SCRIPT
         state["args"] = asdict(self.args) | {"resume": ""}
         buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError

@@ -1,24 +1,21 @@
-"""Tables, plots and a page from the committed results, compared with published numbers.
+"""Tables, pictures and line numbers of the documentation, from the committed results.
 
-    python benchmark/report.py            # the tables between marks in README.md and benchmark/README.md,
-                                          # results/plots/curves.png and results/index.html
-    python benchmark/report.py --results FOLDER    # of run.py --results FOLDER: FOLDER/README.md and index.html
-    python benchmark/report.py --check    # write nothing; exit code 1 if the committed tables are out of date
+    python benchmark/report.py                   # README.md, benchmark/README.md, docs/*.md and docs/images
+    python benchmark/report.py --results FOLDER  # of run.py --results FOLDER: writes FOLDER/README.md
+    python benchmark/report.py --check           # write nothing; exit code 1 if a text is out of date
 
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (written by benchmark/run.py), the speed figures
 in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. An unreadable file
-is named and left out. A job without a result is shown with its published number (in the large suites it is left out);
-a failed one with its error.
+is named and left out; a failed job is shown with its error.
 Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
 michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
-step, for the plots. "stderr" is the standard error over runs.
+step, for the pictures. "stderr" is the standard error over runs.
+Links to a line of ours, [`code`](../script.py#L1), get the number of the one line that contains the code.
 """
 
 import argparse
 import csv
-import html
-import importlib
-import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -29,8 +26,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
-SHOWN = ("two_cores", "long", "cpu", "gpu")  # suites shown in full; of the others only what has a result
-LONG = 400_000  # environment steps
+SCRIPTS = ("ppo_procgen", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "appo_atari")
+COLORS = dict(zip(SCRIPTS, ("C0", "C1", "C2", "C4", "C3"), strict=True))  # of a script, in every picture
+LONG = 400_000  # environment steps; shorter runs are not in the documentation's pages
+HEADLINES = {  # the README's rows: (suite, row) -> game and setting
+    ("two_cores", "ppo_procgen-openai/starpilot"): "starpilot, OpenAI's setting",
+    ("two_cores", "ppo_procgen-openai/fruitbot"): "fruitbot, OpenAI's setting",
+    ("two_cores", "ppo_procgen-narrow-8m/bigfish"): "bigfish",
+    ("two_cores", "impala_procgen-narrow-sync/starpilot"): "starpilot",
+    ("two_cores", "ppo_atari_rnd-no-reward/Breakout"): "Breakout, without its reward",
+    ("two_cores", "snd_breakout-bf16/Breakout"): "Breakout, without its reward (a variant)",
+    ("two_cores", "appo_atari-two-cores/Breakout"): "Breakout",
+}
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
 RND_1 = "RND_michalnand_cfg1(raw_score)"
 NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
@@ -127,12 +134,6 @@ def checkpoints(job, steps: int, points: dict) -> list:
     return [(what, known) for what, known in curves if known]
 
 
-def steps_of(job) -> int:
-    """Environment steps that a command asks for."""
-    asked = flag(job.flags, "--total-timesteps", "")
-    return int(asked or importlib.import_module(job.script).Args().total_timesteps)
-
-
 def curve(path: Path) -> list[tuple[int, float, float]]:
     """(step, mean return, number of episodes) of the rows in which episodes ended."""
     if not path.exists():
@@ -148,10 +149,10 @@ def read(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def cells(results: Path = RESULTS) -> list[dict]:
-    """One entry per row of a suite and game: its jobs, their results, the published numbers."""
+def cells(results: Path = RESULTS, suites=None) -> list[dict]:
+    """One entry per row of a suite and game with a result: its jobs, their results, the published numbers."""
     points, found = reference(), []
-    for suite in matrix.SUITES:
+    for suite in suites or matrix.SUITES:
         groups = {}
         for job in matrix.jobs_of(suite):
             groups.setdefault((job.variant, job.game), []).append(job)
@@ -161,22 +162,21 @@ def cells(results: Path = RESULTS) -> list[dict]:
                 one = read(results / suite / f"{job.name}.json")
                 if one.get("command") == " ".join(job.command):  # otherwise of earlier flags
                     done[job.seed] = one
-            if not done and suite not in SHOWN:
+            if not done:
                 continue
             job, finished = jobs[0], [d for d in done.values() if d["status"] == "done"]
-            steps = finished[0]["steps"] if finished else steps_of(job)
-            split = {"train", "test"} if levels(job.flags) else {"test", "game"}
-            cell = dict(job=job, steps=steps, done=finished, seeds=len(jobs))
-            cell["published"] = {name: published(job, name, steps, points) for name in sorted(split)}
-            cell["checkpoints"] = checkpoints(job, steps, points)
+            cell = dict(job=job, done=finished, row=job.name.rpartition("/")[0])
             cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
+            cell["steps"] = finished[0]["steps"] if finished else 0
             cell["curves"] = {
                 d["seed"]: curve((results / suite / f"{job.name}.csv").with_name(f"seed{d['seed']}.csv"))
                 for d in finished
             }
-            cell["splits"] = {}
+            cell["splits"], cell["published"] = {}, {}
             for split in finished[0]["eval"]["splits"] if finished else ():
                 cell["splits"][split] = [d["eval"]["splits"][split]["mean"] for d in finished]
+                cell["published"][split] = published(job, split, cell["steps"], points)
+            cell["checkpoints"] = checkpoints(job, cell["steps"], points)
             found.append(cell)
     return found
 
@@ -207,10 +207,6 @@ def differences(cell: dict, scores: list[float], theirs: list[Published]) -> str
     return ", ".join(f"{statistics.mean(of) - entry.score:+.2f}" if of else "-" for of, entry in pairs) or "-"
 
 
-HEADER = """| script | game | steps | n | evaluation | training, last tenth | published | difference |
- hardware | commits |""".replace("\n", "")
-
-
 def seeds_of(cell: dict) -> str:
     done, failed = len(cell["done"]), len(cell["failed"])
     return f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
@@ -237,24 +233,20 @@ def commits(cell: dict) -> str:
     return ", ".join(dict.fromkeys(map(revision, found)))
 
 
-def table(entries: list[dict], results: Path = RESULTS) -> list[str]:
-    lines = [HEADER, "|" + "---|" * 10]
+def table(entries: list[dict]) -> list[str]:
+    """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
+    head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
+    lines = [f"| {head} |", "|" + "---|" * 9]
     for cell in entries:
-        job = cell["job"]
-        start, steps = f"| `{job.name.rpartition('/')[0]}` |", f"{cell['steps']:,}"
+        job, steps = cell["job"], f"{cell['steps']:,}"
         if not cell["done"]:
-            theirs = [entry for entries in cell["published"].values() for entry in entries]
-            partial = results / "partial" / job.folder.partition("/")[2].rpartition("-")[0]
-            state = "**not finished**" if partial.is_dir() else "**not run**"
-            state = failure(cell) if cell["failed"] else state
-            lines.append(f"{start} {job.game} | {steps} | 0 | {state} | - | {shown(theirs)} | - | - | - |")
+            lines.append(f"| {job.suite}, `{cell['row']}` | - | {seeds_of(cell)} | {failure(cell)} |" + " - |" * 5)
         for split, scores in cell["splits"].items():
-            first, theirs = cell["done"][0], cell["published"].get(split, [])
-            value = number(scores, first["eval"]["splits"][split])
-            row = [f"{job.game} ({split})", steps, seeds_of(cell), value]
-            row += [last_tenth(cell)[1], shown(theirs), differences(cell, scores, theirs)]
-            row += [hardware(cell), commits(cell)]
-            lines.append(" ".join([start, " | ".join(row), "|"]))
+            theirs = cell["published"][split]
+            row = [f"{job.suite}, `{cell['row']}` ({split})", steps, seeds_of(cell)]
+            row += [number(scores, cell["done"][0]["eval"]["splits"][split]), last_tenth(cell)[1], shown(theirs)]
+            row += [differences(cell, scores, theirs), hardware(cell), commits(cell)]
+            lines.append("| " + " | ".join(row) + " |")
     return lines
 
 
@@ -264,9 +256,114 @@ def shown(theirs: list) -> str:
     return "; ".join(texts) or "none at these steps"
 
 
+def rounded(score: float) -> str:
+    return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
+
+
+def headlines(results: Path = RESULTS) -> list[str]:
+    """The README's rows: mean training return over the last tenth of the steps."""
+    entries = {(cell["job"].suite, cell["row"]): cell for cell in cells(results)}
+    lines = ["| script | game | steps | seeds | ours | published |", "|" + "---|" * 6]
+    random = reference()
+    for key, what in HEADLINES.items():
+        if key not in entries or not entries[key]["done"]:
+            continue
+        cell = entries[key]
+        means = last_tenth(cell)[0]
+        ours = ", ".join(map(rounded, means))
+        if len(means) > 2:
+            ours = f"{rounded(statistics.mean(means))} ± {statistics.stdev(means) / len(means) ** 0.5:.1f}"
+        known = []
+        for one in [one for found in cell["published"].values() for one in found if TRAINING in one.how]:
+            error = "" if one.error is None else f" ± {rounded(one.error)}"
+            known.append(f"{rounded(one.score)}{error}, {one.what}")
+        blind = random.get(("atari", cell["job"].game, "random"), {}).get(0)
+        if blind is not None and (not known or "without" in what):
+            known.append(f"{rounded(blind)}, random play")
+        steps = f"{cell['steps'] / 1e6:.0f}M"
+        script = PAGES.get(cell["job"].script, cell["job"].script)
+        lines.append(f"| `{script}.py` | {what} | {steps} | {len(means)} | {ours} | {'; '.join(known)} |")
+    return lines
+
+
+PAGES = {"snd_breakout": "ppo_atari_snd"}  # the page of a variant's results
+
+
+def of_script(script: str, results: Path = RESULTS) -> list[dict]:
+    """The finished rows of LONG steps of a script and of its variants."""
+    found = [cell for cell in cells(results) if cell["done"] and cell["steps"] >= LONG]
+    return [cell for cell in found if PAGES.get(cell["job"].script, cell["job"].script) == script]
+
+
+def results_of(script: str, results: Path = RESULTS) -> list[str]:
+    """A docs page's table, its picture and the commands of its rows."""
+    entries = of_script(script, results)
+    lines = [f"![Training curves of {script}.py](images/{script}.svg)", ""]
+    lines += ["| setting | game | steps | seeds | in training | evaluated | published | hours |", "|" + "---|" * 8]
+    commands = {}
+    for cell in entries:
+        job = cell["job"]
+        name = job.variant.removeprefix(f"{script}:").replace(":", " ")
+        commands.setdefault(name, job)
+        for split, scores in cell["splits"].items():
+            value = number(scores, cell["done"][0]["eval"]["splits"][split])
+            row = [name, job.game, f"{cell['steps']:,}", str(len(cell["done"])), number(last_tenth(cell)[0])]
+            lines.append("| " + " | ".join([*row, value, shown(cell["published"][split]), hours(cell)]) + " |")
+    lines += [
+        "",
+        "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.",
+        "",
+        "```sh",
+    ]
+    for name, job in commands.items():
+        lines += [f"# {name}", " ".join(job.command)]
+    return [*lines, "```"]
+
+
+def sixteen(results: Path = RESULTS) -> list[dict]:
+    """Our runs of 1M steps in OpenAI's setting, one entry per Procgen game, and OpenAI's PPO at the same step."""
+    points, tenths, errors = reference(), reference("last_tenth"), reference("stderr")
+    ours = {}
+    for cell in cells(results, ["two_cores", "procgen16_1m"]):
+        if cell["job"].variant == "ppo_procgen:openai" and cell["done"]:
+            ours[cell["job"].game] = cell
+    found = []
+    for game in matrix.PROCGEN:
+        key = ("procgen", game, "all_levels_PPO")
+        low, high = (points["procgen", game, name][0] for name in ("R_min", "R_max"))
+        means = last_tenth(ours[game])[0] if game in ours else []
+        one = dict(game=game, means=means, low=low, high=high, theirs=tenths[key][ONE_MILLION])
+        one["deviation"] = errors[key][ONE_MILLION] * 3**0.5  # of OpenAI's three runs
+        one["curves"] = list(ours[game]["curves"].values()) if game in ours else []
+        one["points"] = [(step, points[key][step], errors[key][step] * 3**0.5) for step in (500_000, ONE_MILLION)]
+        found.append(one)
+    return found
+
+
+ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
+
+
+def sixteen_table(results: Path = RESULTS) -> list[str]:
+    """Our last tenth, OpenAI's with its standard deviation over three runs, z-scores, normalised returns."""
+    lines = ["| game | seeds | ours | OpenAI's PPO (std of 3 runs) | z |", "|" + "---|" * 5]
+    normal = []
+    for one in sixteen(results):
+        if not one["means"]:
+            continue
+        mean = statistics.mean(one["means"])
+        z = (mean - one["theirs"]) / one["deviation"]
+        ours = ", ".join(f"{score:.2f}" for score in one["means"])
+        theirs = f"{one['theirs']:.2f} ({one['deviation']:.2f})"
+        lines.append(f"| {one['game']} | {len(one['means'])} | {ours} | {theirs} | {z:+.1f} |")
+        normal.append([(score - one["low"]) / (one["high"] - one["low"]) for score in (mean, one["theirs"])])
+    ours, theirs = (statistics.mean(column) for column in zip(*normal, strict=True))
+    games = f"mean normalised return, {len(normal)} games"
+    return [*lines, f"| **{games}** | | {ours:.3f} | {theirs:.3f} | |"]
+
+
 def speeds(results: Path = RESULTS) -> list[dict]:
     """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
-    first = ["cleanrl", "sample-factory", "sb3"]
+    first = ["cleanrl", "sb3"]
     found = [read(path) for path in sorted((results / "speed").glob("*.json"))]
     found = [one for one in found if "results" in one]  # without comparisons of revisions
     for one in found:
@@ -325,103 +422,167 @@ def floor_table(results: Path = RESULTS) -> list[str]:
     return lines
 
 
-def short_table(results: Path = RESULTS) -> list[str]:
-    """For the README: all runs of at least LONG steps and failed ones; rows with a published number first."""
-    head = "| suite, script, game | steps | n | evaluation | training, last tenth | published at these steps | hours |"
-    lines = [head, "|" + "---|" * 7]
-    rows = []
-    for cell in cells(results):
-        if cell["steps"] < LONG:
-            continue
-        start = f"{cell['job'].suite}, `{cell['job'].name.partition('/')[0]}`, {cell['job'].game}"
-        for split, scores in cell["splits"].items():
-            value = number(scores, cell["done"][0]["eval"]["splits"][split])
-            row = [f"{start} ({split})", f"{cell['steps']:,}", seeds_of(cell), value, last_tenth(cell)[1]]
-            theirs = cell["published"].get(split, [])
-            rows.append((not theirs, "| " + " | ".join([*row, shown(theirs), hours(cell)]) + " |"))
-        if cell["failed"] and not cell["done"]:
-            rows.append((True, f"| {start} | {cell['steps']:,} | {seeds_of(cell)} | {failure(cell)} | - | - | - |"))
-    return lines + [line for _, line in sorted(rows, key=lambda row: row[0])]
-
-
-def suite_tables(results: Path = RESULTS) -> list[str]:
-    """A table for each suite that has something to show."""
-    entries, lines = cells(results), []
-    for suite in matrix.SUITES:
-        own = [cell for cell in entries if cell["job"].suite == suite]
-        if own:
-            lines += [f"### {suite}", "", *table(own, results), ""]
+def speed_headlines(results: Path = RESULTS) -> list[str]:
+    """The README's rows: those compared with CleanRL."""
+    lines = ["| script and flags | times CleanRL, wall time (range of the pairs) | CPU time |", "|" + "---|" * 3]
+    for found in speeds(results):
+        if found["beside"] == "cleanrl":
+            wall, cpu = found["wall_ratios"], statistics.median(found["cpu_ratios"])
+            ratio = f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
+            lines.append(f"| `{found['work']}` | {ratio} | {cpu:.2f} |")
     return lines
 
 
-TABLES = dict(results=short_table, suites=suite_tables, speed=speed_table, floor=floor_table)
+def finished(results: Path = RESULTS) -> list[str]:
+    return table(cells(results))
 
 
-def filled(text: str, results: Path = RESULTS) -> str:
+PER_FILE = {  # the tables between marks, by file
+    "README.md": dict(results=headlines, speed=speed_headlines),
+    "benchmark/README.md": dict(results=finished),
+    "docs/performance.md": dict(speed=speed_table, floor=floor_table),
+    **{f"docs/{name}.md": dict(results=lambda results, name=name: results_of(name, results)) for name in SCRIPTS},
+}
+PER_FILE["docs/ppo_procgen.md"]["procgen16"] = sixteen_table
+
+
+def filled(text: str, tables: dict, results: Path = RESULTS) -> str:
     """The text with the present tables between <!-- NAME --> and <!-- end of NAME -->."""
-    for name, lines in TABLES.items():
+    for name, lines in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin in text:
             head, _, rest = text.partition(begin)
-            tail = rest.split(end, 1)[1]  # an IndexError rather than a cut README
+            tail = rest.split(end, 1)[1]  # an IndexError rather than a cut page
             text = "\n".join([head + begin, *lines(results), end + tail])
     return text
 
 
-def report(results: Path = RESULTS) -> str:
-    """The text of FOLDER/README.md, of report.py --results FOLDER."""
-    return "\n".join(["# Results", "", *suite_tables(results)])
+LINK = re.compile(r"\[`([^`]+)`\]\((\.\./)?((?:benchmark/variants/)?\w+\.py)#L(\d+)\)")
 
 
-IMPALA = "impala_procgen_starpilot_1m"
-NO_SUITE = {
-    "starpilot": [
-        (
-            "impala_procgen in bf16, 1M steps",
-            [f"{IMPALA}/long_fragments_64_seed1", f"{IMPALA}/long_fragments_64_seed2"],
-        ),
-        ("impala_procgen --no-sync in fp32, 1M steps", [f"{IMPALA}/overlap_seed1"]),
+def relinked(text: str) -> str:
+    """Links [`code`](../script.py#L1) with the number of the one line of the script that contains the code."""
+
+    def link(match):
+        code, up, file, _ = match.groups()
+        lines = (ROOT / file).read_text().splitlines()
+        found = [i for i, line in enumerate(lines, 1) if code in line]
+        if len(found) != 1:
+            raise ValueError(f"{file}: {len(found)} lines contain `{code}`")
+        return f"[`{code}`]({up or ''}{file}#L{found[0]})"
+
+    return LINK.sub(link, text)
+
+
+def draw_headlines(path: Path, pyplot, results: Path = RESULTS):
+    """The README's picture: a panel per row of its results, one colour per script."""
+    entries = {(cell["job"].suite, cell["row"]): cell for cell in cells(results)}
+    shown = [(what, entries[key]) for key, what in HEADLINES.items() if key in entries]
+    columns = 4
+    rows = -(-(len(shown) + 1) // columns)  # the last panel is for the legend
+    figure, axes = pyplot.subplots(rows, columns, figsize=(8.4, 2.5 * rows), layout="constrained")
+    lines = {}
+    for panel, (what, cell) in zip(axes.flat, shown, strict=False):
+        job = cell["job"]
+        script = PAGES.get(job.script, job.script)
+        for values in cell["curves"].values():
+            steps, means = smooth(values, values[-1][0] / 50)
+            (line,) = panel.plot([step / 1e6 for step in steps], means, COLORS[script], linewidth=1.2)
+            lines.setdefault(f"{script}.py", line)
+        for marker, (name, known) in zip("o^", cell["checkpoints"], strict=False):
+            steps, scores = zip(*known, strict=True)
+            (line,) = panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4)
+            lines.setdefault(name.split(" (")[0].replace(" without reward", ""), line)
+        blind = reference().get(("atari", job.game, "random"), {}).get(0)
+        if blind is not None:
+            line = panel.axhline(blind, color="grey", linestyle=":", linewidth=1)
+            lines.setdefault("random play", line)
+        panel.set_title(what.replace(", ", "\n"), fontsize=9)
+        panel.set_xlim(left=0)
+        panel.tick_params(labelsize=8)
+    for panel in axes.flat[len(shown) :]:
+        panel.axis("off")
+    axes.flat[len(shown)].legend(lines.values(), lines.keys(), fontsize=8, frameon=False, loc="center")
+    figure.supxlabel("million environment steps", fontsize=9)
+    figure.supylabel("training return", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
+    """All Procgen games: our curves in OpenAI's setting and OpenAI's points."""
+    figure, axes = pyplot.subplots(4, 4, figsize=(8.4, 7.2), sharex=True, layout="constrained")
+    for panel, one in zip(axes.flat, sixteen(results), strict=True):
+        for values in filter(None, one["curves"]):
+            steps, means = smooth(values, 20_000)
+            panel.plot([step / 1e6 for step in steps], means, COLORS["ppo_procgen"], linewidth=1.2)
+        steps, scores, deviations = zip(*one["points"], strict=True)
+        steps = [step / 1e6 for step in steps]
+        panel.errorbar(steps, scores, deviations, color="k", marker="o", markersize=4, capsize=3, linewidth=1)
+        panel.axhline(one["low"], color="grey", linestyle=":", linewidth=1)
+        panel.set_title(one["game"], fontsize=10)
+        panel.tick_params(labelsize=8)
+        panel.set_xlim(0, 1.05)
+        panel.set_xticks([0, 0.5, 1])
+    lines = [
+        pyplot.Line2D([], [], color=COLORS["ppo_procgen"], label="ppo_procgen.py, one line per seed"),
+        pyplot.Line2D([], [], color="k", marker="o", markersize=4, label="OpenAI's PPO, mean and std of 3 runs"),
+        pyplot.Line2D([], [], color="grey", linestyle=":", label="a policy that sees nothing (OpenAI)"),
     ]
-}
+    figure.legend(handles=lines, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    figure.supxlabel("million environment steps", fontsize=10)
+    figure.supylabel("training return", fontsize=10)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
 
 
-def picture(results: Path = RESULTS):
-    """plots/curves.png: a panel for each game with runs of LONG steps, smoothed over a fiftieth of the steps."""
+def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
+    """A docs page's picture: a panel per game, a line style per setting, a line per seed, published points."""
+    games = {}
+    for cell in of_script(script, results):
+        games.setdefault(cell["job"].game, []).append(cell)
+    columns = min(len(games), 3)
+    rows = -(-len(games) // columns)
+    size = (max(4.2, 2.8 * columns), 2.9 * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
+        points = {}
+        for style, cell in zip(("-", "--", ":", "-."), group, strict=False):
+            setting = cell["job"].variant.removeprefix(f"{script}:").replace(":", " ")
+            for i, values in enumerate(filter(None, cell["curves"].values())):
+                steps, means = smooth(values, values[-1][0] / 50)
+                steps = [step / 1e6 for step in steps]
+                panel.plot(steps, means, style, color=COLORS[script], linewidth=1.2, label=setting if i == 0 else None)
+            points |= {what.split(" (")[0]: known for what, known in cell["checkpoints"]}
+        for marker, (what, known) in zip("o^v", points.items(), strict=False):
+            steps, scores = zip(*known, strict=True)
+            panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4, label=what)
+        panel.set_title(game, fontsize=10)
+        panel.tick_params(labelsize=8)
+        panel.legend(fontsize=7, frameon=False)
+    for panel in axes.flat[len(games) :]:
+        panel.remove()
+    figure.supxlabel("million environment steps", fontsize=9)
+    figure.supylabel("training return", fontsize=9)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def draw(folder: Path = ROOT / "docs" / "images"):
+    """All pictures, as SVG without a date."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    games = {}
-    for cell in cells(results):
-        if cell["done"] and cell["steps"] >= LONG:
-            games.setdefault(cell["job"].game, []).append(cell)
-    if not games:
-        return
-    columns = min(len(games), 3)
-    rows = -(-len(games) // columns)
-    size = (4.5 * columns, 4.2 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
-        lines = [(cell["job"].variant, list(cell["curves"].values())) for cell in group]
-        for name, files in NO_SUITE.get(game, []) if results == RESULTS else []:
-            lines.append((name, [curve(RESULTS / "curves" / file / "metrics.csv") for file in files]))
-        for i, (name, curves) in enumerate(lines):
-            for values in filter(None, curves):
-                panel.plot(*smooth(values, values[-1][0] / 50), f"C{i}", linewidth=1)
-            panel.plot([], [], f"C{i}", label=f"{name}, n = {len(curves)}")
-        points = {}  # of all the panel's rows, the longest last
-        for cell in sorted(group, key=lambda cell: cell["steps"]):
-            points |= {what.split(" (")[0]: known for what, known in cell["checkpoints"]}
-        for marker, (what, known) in zip("*^v", points.items(), strict=False):
-            panel.plot(*zip(*known, strict=True), f"k{marker}", label=f"published: {what}")
-        panel.set(title=game, xlabel="environment steps", ylabel="training return")
-        panel.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(0, -0.2))  # below, where it hides no curve
-    for panel in axes.flat[len(games) :]:
-        panel.remove()
-    (results / "plots").mkdir(exist_ok=True)
-    figure.savefig(results / "plots" / "curves.png", dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
+    folder.mkdir(exist_ok=True)
+    pyplot.rcParams |= {"svg.hashsalt": "0", "axes.spines.top": False, "axes.spines.right": False}
+    pyplot.rcParams["savefig.format"] = "svg"
+    draw_headlines(folder / "results.svg", pyplot)
+    draw_sixteen(folder / "procgen16.svg", pyplot)
+    for script in SCRIPTS:
+        if of_script(script):
+            draw_script(folder / f"{script}.svg", script, pyplot)
 
 
 def smooth(values: list, window: float) -> tuple[list, list]:
@@ -434,79 +595,28 @@ def smooth(values: list, window: float) -> tuple[list, list]:
     return steps, means
 
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Results</title>
-<style>body{font:15px/1.4 sans-serif;margin:2em;max-width:80em}table{border-collapse:collapse;margin:1em 0}
-td,th{border:1px solid #bbb;padding:.2em .5em;text-align:left}svg{background:#fafafa;margin:.5em}
-.miss{color:#a00}figure{display:inline-block;margin:.5em}</style><h1>Results</h1>
-<p>Script <select id="script"></select> Game <select id="game"></select> <span id="count"></span></p>
-<div id="out"></div><script>
-const cells = CELLS;
-const pick = id => document.getElementById(id);
-for (const [id, key] of [["script", "script"], ["game", "game"]]) {
-  for (const value of ["all", ...new Set(cells.map(c => c[key]))]) pick(id).add(new Option(value));
-  pick(id).onchange = show;
-}
-function plot(cell) {
-  const all = cell.curves.flat().concat(cell.known), w = 420, h = 220, pad = 40;
-  if (!all.length) return "";
-  const xs = all.map(p => p[0]), ys = all.map(p => p[1]), top = Math.max(...xs), low = Math.min(...ys, 0), high = Math.max(...ys);
-  const x = v => pad + v / top * (w - 2 * pad), y = v => h - pad - (v - low) / (high - low || 1) * (h - 2 * pad);
-  const lines = cell.curves.map((c, i) => `<polyline fill="none" stroke="hsl(${i * 97 + 210},60%,45%)" points="${c.map(p => x(p[0]) + "," + y(p[1])).join(" ")}"/>`);
-  const stars = cell.known.map(p => `<text x="${x(p[0])}" y="${y(p[1])}" text-anchor="middle">&#9733;</text>`);
-  return `<figure><svg width="${w}" height="${h}">${lines.join("")}${stars.join("")}<text x="2" y="${y(high)}" font-size="11">${high.toPrecision(3)}</text>` +
-    `<text x="2" y="${y(low)}" font-size="11">${low.toPrecision(3)}</text><text x="${w - 90}" y="${h - 8}" font-size="11">${top.toLocaleString()} steps</text></svg><figcaption>${cell.title}</figcaption></figure>`;
-}
-function show() {
-  const chosen = cells.filter(c => ["script", "game"].every(k => ["all", c[k]].includes(pick(k).value)));
-  pick("count").textContent = chosen.length + " cells";
-  const rows = chosen.map(c => `<tr class="${c.n ? "" : "miss"}"><td>${[c.suite, c.script, c.variant, c.game, c.steps.toLocaleString(), c.n || "not run", c.score, c.published, c.command].join("<td>")}</tr>`);
-  pick("out").innerHTML = `<table><tr><th>${["suite", "script", "setting", "game", "steps", "seeds", "evaluation", "published", "command"].join("<th>")}</tr>${rows.join("")}</table>${chosen.map(plot).join("")}`;
-}
-show();
-</script></html>
-"""  # noqa: E501
-
-
-def page(results: Path = RESULTS) -> str:
-    """results/index.html: tables, curves and filters in one file, without a server."""
-    data = []
-    for cell in cells(results):
-        job, theirs = cell["job"], [entry for entries in cell["published"].values() for entry in entries]
-        scores = [f"{split}: {number(means)}" for split, means in cell["splits"].items()]
-        failed = [f"failed: {html.escape(error.splitlines()[-1])}" for error in cell["failed"]]
-        row = dict(suite=job.suite, script=job.script, variant=job.variant.partition(":")[2], game=job.game)
-        row |= dict(n=len(cell["done"]), steps=cell["steps"], score="; ".join([*scores, *failed]) or "-")
-        row |= dict(published=shown(theirs))
-        row |= dict(command=html.escape(" ".join(job.command)), title=f"{job.variant} {job.game}")
-        row |= dict(curves=[[r[:2] for r in c[:: max(len(c) // 200, 1)]] for c in cell["curves"].values()])
-        row |= dict(known=[point for _, known in cell["checkpoints"] for point in known if row["n"]])
-        data.append(row)
-    return PAGE.replace("CELLS", json.dumps(data).replace("</", "<\\/"))
-
-
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if the committed files are out of date"
-    )
-    parser.add_argument("--results", type=Path, help="another folder of results; writes README.md and index.html there")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a text is out of date")
+    parser.add_argument("--results", type=Path, help="another folder of results; writes README.md there")
     options = parser.parse_args(argv)
-    results = options.results or RESULTS
-    if not results.is_dir():
-        parser.error(f"--results {results}: no such folder")
-    files = {results / "index.html": page(results)}
+    if options.results and not options.results.is_dir():
+        parser.error(f"--results {options.results}: no such folder")
+    files = {}
     if options.results:
-        files[results / "README.md"] = report(results)
+        files[options.results / "README.md"] = "\n".join(["# Results", "", *finished(options.results), ""])
     else:
-        for path in (ROOT / "README.md", ROOT / "benchmark" / "README.md"):
-            files[path] = filled(path.read_text())
+        for name in (*PER_FILE, "docs/metrics.md"):
+            text = (ROOT / name).read_text()
+            files[ROOT / name] = relinked(filled(text, PER_FILE.get(name, {})))
     if options.check:
         old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         print("\n".join(f"{path}: out of date, run benchmark/report.py" for path in old) or "up to date")
         return int(bool(old))
     for path, text in files.items():
         matrix.write_atomically(path, text)
-    picture(results)
+    if not options.results:
+        draw()
     return 0
 
 

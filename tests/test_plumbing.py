@@ -567,10 +567,10 @@ def test_every_flag_is_checked(script):
             tried += 1
             with pytest.raises(module.UsageError, match=f"--{name.replace('_', '-')}"):
                 script.train(script.fake(), run_name="x", **{name: value})
-    for name in module.AT_MOST_1.split():
+    for name in module.AT_MOST_1:
         with pytest.raises(module.UsageError, match=f"--{name.replace('_', '-')}"):
             script.train(script.fake(), run_name="x", **{name: 1.5})
-    for name in module.AT_LEAST_1.split():
+    for name in module.AT_LEAST_1:
         with pytest.raises(module.UsageError, match=f"--{name.replace('_', '-')}"):
             script.train(script.fake(), run_name="x", **{name: 0})
     assert tried > 60 and not (script.folder.parent / "x").exists()

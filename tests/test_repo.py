@@ -1,25 +1,21 @@
-"""The repository itself: sizes, shared text, and that what the README tells people to type works."""
+"""The repository itself: sizes, shared text, pins."""
 
 import ast
-import importlib
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
-import tyro
 
 from conftest import ROOT
 
 SIZES = {  # lines and kilobytes: what a file has now; none may grow without being noticed
-    "ppo_procgen": (960, 45.0),
-    "impala_procgen": (1041, 49.3),
-    "ppo_atari_rnd": (1071, 52.1),
-    "ppo_atari_snd": (1059, 50.6),
-    "appo_atari": (1164, 56.3),
+    "ppo_procgen": (971, 45.5),
+    "impala_procgen": (1050, 49.7),
+    "ppo_atari_rnd": (1082, 52.6),
+    "ppo_atari_snd": (1067, 51.0),
+    "appo_atari": (1175, 56.8),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
 PLUMBING = "# --- plumbing, the same text in all five scripts ---\n"
@@ -33,10 +29,12 @@ DIFFERENT = {
     "ppo_terms": "its loss",
     "standardize": "Procgen masks no row",
     "play": "RND's policy may have a memory",
+    "play_rollout": "its columns",
 }
 FAMILY = {  # what may differ between these groups of scripts
     "evaluate": "Procgen has two splits",
     "make_envs": "two packages; APPO has episodic life",
+    "Group": "APPO masks the row after an end",
     "AtariEnvs": "APPO has episodic life, the scripts with a bonus count rooms",
 }
 FAMILIES = {"ppo_procgen": 0, "impala_procgen": 0, "ppo_atari_rnd": 1, "ppo_atari_snd": 1, "appo_atari": 2}
@@ -96,54 +94,6 @@ for name in {list(SOURCES)}:
     assert done.returncode == 0 and not done.stdout, done.stderr
 
 
-def commands(text: str) -> list[list[str]]:
-    """The words of each `python SCRIPT.py ...` line in the README's shell blocks."""
-    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.S)
-    lines = (line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines())
-    found = [shlex.split(line.split("#")[0]) for line in lines if line.startswith("python ")]
-    return [words for words in found if Path(words[1]).stem in SOURCES]
-
-
-README = commands((ROOT / "README.md").read_text())
-SMOKE = [words for words in README if words[-1].startswith("smoke")]
-LONG = [words for words in README if words not in SMOKE and "--resume" not in words]
-SMALL = {  # appended to a command, to run one iteration of its algorithm in seconds
-    "ppo_procgen": "--channels 4 4 4",
-    "impala_procgen": "--channels 4 4 4",
-    "ppo_atari_rnd": "--rnd-features 8 --warmup-steps 3",
-    "ppo_atari_snd": "--snd-features 8 --warmup-steps 3 --update-epochs 1",
-    "appo_atari": "--num-minibatches 2",
-}
-ALL = """--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 --eval-episodes 0 --quiet
---threads 1 --run-name x"""
-
-
-def test_readme_commands_parse():
-    for words in README:
-        tyro.cli(importlib.import_module(Path(words[1]).stem).Args, args=words[2:])
-    assert len({words[-1] for words in SMOKE}) == len(SMOKE)  # one after the other, in one folder
-    assert {Path(words[1]).stem for words in LONG} == {Path(words[1]).stem for words in SMOKE} == set(SOURCES)
-
-
-@pytest.mark.parametrize("words", LONG, ids=" ".join)
-def test_readme_command_runs(words, tmp_path, monkeypatch):
-    """Every training command, shrunk, goes through two iterations: what its flags switch on works together."""
-    name = Path(words[1]).stem
-    monkeypatch.chdir(tmp_path)
-    assert importlib.import_module(name).main([*words[2:], *SMALL[name].split(), *ALL.split()]) == 0
-    table = (tmp_path / "runs" / "x" / "metrics.csv").read_text().splitlines()
-    assert len(table) > 1 and int(table[-1].split(",")[0]) == 128
-
-
-@pytest.mark.parametrize("words", SMOKE, ids=lambda words: words[1])
-def test_readme_smoke_command_runs(words, tmp_path):
-    """It ends well; if it hangs (a slow, shared core takes a minute and more), it prints where its threads are."""
-    limit = ["timeout", "-s", "ABRT", "180", sys.executable, "-X", "faulthandler"]
-    done = subprocess.run([*limit, ROOT / words[1], *words[2:]], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "runs" / words[-1] / "eval.json").exists(), done.stderr
-
-
 def pins() -> dict:
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
@@ -161,6 +111,14 @@ def test_script_metadata_is_requirements(script):
     metadata = tomllib.loads("".join(line[2:] for line in block.splitlines(keepends=True)))
     assert metadata["requires-python"] == ">=3.11"
     assert dict(pin.split("==") for pin in metadata["dependencies"]) == pins()
+
+
+def test_project_metadata_is_requirements():
+    """`uv sync` installs what pip installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert dict(pin.split("==") for pin in project["project"]["dependencies"]) == pins()
+    lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    assert project["dependency-groups"]["dev"] == [line for line in lines if line and line[0] not in "#-"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ script.SCRIPT = "impala_augment"
 script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
-script.AT_MOST_1 += " augment_chance"
+script.AT_MOST_1 += ["augment_chance"]
 
 if __name__ == "__main__":
     sys.exit(script.main())

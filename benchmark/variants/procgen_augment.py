@@ -120,7 +120,7 @@ script.SCRIPT = "procgen_augment"
 script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
-script.AT_MOST_1 += " augment_chance"
+script.AT_MOST_1 += ["augment_chance"]
 
 if __name__ == "__main__":
     sys.exit(script.main())

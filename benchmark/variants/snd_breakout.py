@@ -17,7 +17,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ppo_atari_snd as script
-from ppo_atari_snd import chance
+
+
+def chance(probability: float, x, height: int = 1, width: int = 1):
+    """(B, 1, height, width) booleans for frames x (B, 1, H, W), each True with this probability."""
+    return torch.rand(len(x), 1, height, width, device=x.device) < probability
 
 
 def pixelate(x):

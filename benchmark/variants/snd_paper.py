@@ -163,7 +163,7 @@ def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
 
 script.SCRIPT = "snd_paper"
 script.__doc__ = __doc__
-script.FIXED += " target"
+script.FIXED += ["target"]
 script.Args = Args
 script.SND = SND
 script.draw_minibatches = draw_minibatches

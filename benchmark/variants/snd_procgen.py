@@ -128,7 +128,7 @@ class SND(script.SND):
 
 script.SCRIPT = "snd_procgen"
 script.__doc__ = __doc__
-script.AT_MOST_1 += " random_action"
+script.AT_MOST_1 += ["random_action"]
 script.POLICY_CONVS = [*script.POLICY_CONVS[:3], (64, 3, 1, 1)]
 script.Args = Args
 script.Agent = Agent
