@@ -89,7 +89,7 @@ def test_every_metric_is_explained():
 
 
 ELSEWHERE = """--help --depth --index-url --logdir --python --slow --nnodes --nproc-per-node --standalone
---rdzv-backend --rdzv-endpoint --torch-threads --env-threads""".split()  # pip's, uv's, torchrun's, the first edition's
+--rdzv-backend --rdzv-endpoint --unshallow --torch-threads --env-threads""".split()  # of pip, uv, git, torchrun
 
 
 def test_flags_exist():
