@@ -441,7 +441,8 @@ def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
 def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Args) -> dict:
     """Train the policy, one SGD step per minibatch -> means over all minibatches.
 
-    batch: columns of T * N rows: obs, valid, action, logp, value, advantage, target.
+    batch: columns of T * N rows: obs (N more, which follow the last step; snd_paper.py uses them),
+    valid, action, logp, value, advantage, target.
     """
     device = batch["obs"].device
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
@@ -479,6 +480,7 @@ def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
     device = batch["obs"].device
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     frames = batch["obs"][:, -1:]  # the newest of each observation
+    num_rows = len(batch["action"])
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     sums = defaultdict(float)
     for index in minibatches:
@@ -492,7 +494,7 @@ def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
             loss = (snd.errors(minibatch[rows]) * mask[rows]).sum() / num_kept
             loss.backward()
             sums["loss/predictor"] += loss.detach()
-        first, other = torch.randint(len(frames), (2, args.pairs), device=device)
+        first, other = torch.randint(num_rows, (2, args.pairs), device=device)
         same = torch.rand(args.pairs, device=device) < 0.5
         second = torch.where(same, first, other)
         loss = snd.target_loss(frames[first], frames[second], first != second)
@@ -641,7 +643,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             is_valid = rollout["valid"].cpu().bool()
             value_ext, value_int = values[:T][is_valid].unbind(-1)
             target_ext, target_int = targets[is_valid].unbind(-1)
-            columns = rollout | {"obs": rollout["obs"][:T], "target": targets.to(device)}
+            columns = rollout | {"target": targets.to(device)}
             columns["advantage"] = (advantages * coefs).sum(-1).to(device)
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             acted = time.perf_counter()

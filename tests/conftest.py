@@ -320,6 +320,17 @@ def assert_learned(start, plain, ours):
         assert (weight - ours[name]).norm() <= 0.01 * learned + 1e-6, name
 
 
+def random_play(envs, steps):
+    """Yields obs, reward, terminated, truncated, info, valid of each step of random actions."""
+    rng, done = np.random.default_rng(0), np.zeros(envs.num_envs, bool)
+    envs.reset()
+    for _ in range(steps):
+        valid = ~done
+        obs, reward, ended, cut, info = envs.step(rng.integers(envs.single_action_space.n, size=envs.num_envs))
+        done = ended | cut
+        yield obs, reward, ended, cut, info, valid
+
+
 def plain_deviation(values):
     """Of all values and of 1e-4 of an observation with mean 0 and variance 1, from which OpenAI's statistics start."""
     n = len(values) + 1e-4

@@ -113,7 +113,7 @@ def test_a_resumed_run_may_have_other_batches(script):
 def test_a_published_copy_is_never_written_to(script):
     """An actor in the middle of a step keeps weights of one version, whatever is learned or published meanwhile."""
     agent = torch.nn.Linear(3, 3)
-    actors = script.module.Actors([None], agent, None, 16, size=1, ahead=1, num_rollouts=2)
+    actors = script.module.Actors([None], agent, 16, size=1, ahead=1, num_rollouts=2)
     acting, before = actors.agent, agent.weight.detach().clone()
     torch.nn.init.constant_(agent.weight, 7)
     actors.publish(agent)
@@ -145,7 +145,7 @@ def test_an_interrupt_ends_actors_within_a_step(script, monkeypatch):
     assert torch.load(script.path / "run" / "checkpoint.pt", weights_only=True)["step"] == 64
 
 
-def test_stop_gives_up_after_three_seconds(script):
+def test_stop_gives_up_after_three_seconds(script, monkeypatch):
     """It closes the environments of the threads that ended, and leaves the one that hangs alone."""
     release, groups = threading.Event(), [types.SimpleNamespace(envs=script.fake()) for _ in range(2)]
 
@@ -153,7 +153,8 @@ def test_stop_gives_up_after_three_seconds(script):
         if group is groups[0]:
             release.wait()
 
-    actors = script.module.Actors(groups, torch.nn.Linear(3, 3), rollout, 16, size=1, ahead=1, num_rollouts=2)
+    monkeypatch.setattr(script.module, "play_rollout", rollout)
+    actors = script.module.Actors(groups, torch.nn.Linear(3, 3), 16, size=1, ahead=1, num_rollouts=2)
     for g in range(2):
         actors.tasks[g].put(Future())
     start = time.perf_counter()

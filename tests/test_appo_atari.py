@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from appo_atari import Agent, Args, AtariEnvs, RunningMoments, UsageError, gae, ppo_terms, vtrace
 
 import conftest
-from conftest import FakeVecEnv, Snow, plain_gae, random_episodes, read
+from conftest import FakeVecEnv, Snow, plain_gae, random_episodes, random_play, read
 
 SHAPE = (2, 44, 44)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=32, num_minibatches=2, update_epochs=1, sync=True)
@@ -313,17 +313,6 @@ N = 4
 
 def atari(num_envs=N, stream="training", **changes):
     return appo_atari.make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
-
-
-def random_play(envs, steps):
-    rng, done = np.random.default_rng(0), np.zeros(envs.num_envs, bool)
-    envs.reset()
-    for _ in range(steps):
-        valid = ~done
-        obs, reward, ended, cut, info = envs.step(rng.integers(envs.single_action_space.n, size=envs.num_envs))
-        done = ended | cut
-        yield obs, reward, ended, cut, info, valid
-    envs.close()
 
 
 def test_true_returns_of_berzerk():

@@ -10,7 +10,16 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from ppo_atari_rnd import RND, Agent, Args, AtariEnvs, RunningMoments, UsageError, make_envs, play, train
 
 import conftest
-from conftest import Games, RareDoor, plain_deviation, plain_gae, plain_standardised, random_episodes, spy_on
+from conftest import (
+    Games,
+    RareDoor,
+    plain_deviation,
+    plain_gae,
+    plain_standardised,
+    random_episodes,
+    random_play,
+    spy_on,
+)
 
 SHAPE, WARMUP, T, N = (4, 44, 44), 3, 8, 4
 SMALL = dict(num_envs=N, num_steps=T, minibatch_size=16, update_epochs=1, warmup_steps=WARMUP, rnd_features=8)
@@ -346,16 +355,6 @@ def test_the_bonus_finds_the_rare_door(tmp_path, seed):
 
 def atari(num_envs=N, stream="training", **changes):
     return make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
-
-
-def random_play(envs, steps):
-    rng, done = np.random.default_rng(0), np.zeros(envs.num_envs, bool)
-    envs.reset()
-    for _ in range(steps):
-        valid = ~done
-        obs, reward, ended, cut, info = envs.step(rng.integers(envs.single_action_space.n, size=envs.num_envs))
-        done = ended | cut
-        yield obs, reward, ended, cut, info, valid
 
 
 def test_true_returns_of_berzerk():

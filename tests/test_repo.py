@@ -14,7 +14,7 @@ SIZES = {  # lines and kilobytes: what a file has now; none may grow without bei
     "ppo_procgen": (971, 45.5),
     "impala_procgen": (1050, 49.7),
     "ppo_atari_rnd": (1082, 52.6),
-    "ppo_atari_snd": (1067, 51.0),
+    "ppo_atari_snd": (1069, 51.1),
     "appo_atari": (1175, 56.8),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
