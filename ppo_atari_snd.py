@@ -56,8 +56,8 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-RANK = int(os.environ.get("RANK", 0))  # of this process, set by torchrun
-WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # of this process
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -726,7 +726,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
     envs.close()
     mean = float(np.mean(returns))
     stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
-    tqdm.write(f"game: return {mean:.2f} ± {stderr:.2f} (std error, {len(returns)} episodes)")
+    tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
 
@@ -777,7 +777,9 @@ def plain(name: str, value, kind):
         return choices[choices.index(value)]
     if get_origin(kind) is tuple:
         return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str or (kind is bool and value in (False, True)):
+    if kind is str and isinstance(value, str | os.PathLike):
+        return str(value)
+    if kind is bool and value in (False, True):
         return kind(value)
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
@@ -846,6 +848,7 @@ def ended_episodes(info: dict) -> tuple[list, list, list]:
 
     Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
     """
+    info = info.get("final_info", {}) | info  # where SyncVectorEnv puts a report at a reset
     key = "episode" if "episode" in info else "counted"
     if key not in info:
         return [], [], []
@@ -922,8 +925,10 @@ class Run:
         if not args.resume:
             name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path(args.run_dir, args.run_name or name)
+            # Stopped before its first save: the same command starts it again.
+            unsaved = list(self.folder.glob("metrics.csv")) and not list(self.folder.glob("*.pt"))
             try:
-                self.folder.mkdir(parents=True)  # atomic: no two runs share a folder
+                self.folder.mkdir(parents=True, exist_ok=bool(unsaved))  # atomic
             except OSError as error:
                 hint = f"--resume {self.folder} continues an existing run"
                 raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
@@ -931,11 +936,16 @@ class Run:
         try:
             fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"--resume {args.resume}: another process is training it") from None
+            raise UsageError(f"{self.folder}: another process is training it") from None
+        except OSError:
+            pass  # a file system without locks
+        if args.resume and load_checkpoint(args.resume)["step"] != step:
+            raise UsageError(f"--resume {args.resume}: another process was training it, try again")
         self.columns = self.cut_table(step)
         config = self.folder / "config.json"
-        parts = json.loads(config.read_text()) if config.exists() else []
-        revision, cpu = "", None
+        parts, revision, cpu = [], "", None
+        with contextlib.suppress(OSError, ValueError):  # a new run, or a damaged file
+            parts = json.loads(config.read_text())
         with contextlib.suppress(OSError):  # without git
             git = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
             revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
@@ -962,26 +972,35 @@ class Run:
         """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
         self.table.seek(0)
         lines = self.table.read().splitlines(keepends=True)
+        had_rows = len(lines) > 1
         while len(lines) > 1:
             row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
             if row and int(row[1]) <= step:
                 break
             lines.pop()
+        if lines and not lines[0].endswith(b"\n"):
+            lines = []  # a crash cut the header
+        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",") if lines else ["step"]
+        if columns[0] != "step" or (step and had_rows and len(lines) == 1):
+            raise UsageError(
+                f"{self.table.name}: not this run's table up to {step:,}; move it away"
+            )
         self.table.truncate(sum(map(len, lines)))
-        return lines[0].decode("utf-8-sig").strip().split(",") if lines else []
+        return columns if lines else []
 
     def say(self, text: str, stream=None):
         """Print a line: to stdout unless --quiet, or to this stream in any case."""
-        if RANK == 0 and (stream or not self.args.quiet):
+        stream = stream or (None if self.args.quiet else sys.stdout)
+        if RANK == 0 and stream:
             tqdm.write(text, stream)
-            (stream or sys.stdout).flush()  # a log file has it at once
+            stream.flush()  # a log file has it at once
 
     def log(self, metrics: dict):
         """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
         step, sps, score = metrics["step"], metrics["time/sps"], metrics["episode/return"]
         score = "return -" if score is None else f"return {score:.2f}"
         self.bar.set_postfix_str(score)
-        if self.bar.disable or not sys.stdout.isatty():
+        if self.bar.disable or not (sys.stdout and sys.stdout.isatty()):
             left = (self.bar.total - step) / sps / 60
             self.say(f"step {step:,}  {score}  {sps:,.0f} steps/s  {left:.0f} min left")
         if RANK > 0:

@@ -495,6 +495,7 @@ def test_two_runs_never_share_a_folder(script):
     def new_folder(name=""):
         run = script.module.Run(replace(args, run_name=name), torch.device("cpu"), 0, 1)
         run.close()
+        (run.folder / "checkpoint.pt").touch()
         return run.folder
 
     assert len({new_folder() for _ in range(20)}) == 20
@@ -628,6 +629,62 @@ def test_a_damaged_table(script):
     script.train(script.fake(), resume="runs/a", total_timesteps=2 * ITERATION)
     table = path.read_text(encoding="utf-8-sig").splitlines()
     assert [line.split(",")[0] for line in table] == ["step", "64", "128"]
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b",", b";"), whole.replace(b"\n64,", b"\n64.0,").replace(b"\n128,", b"\n128.0,")):
+        path.write_bytes(damaged)
+        with pytest.raises(script.module.UsageError, match="metrics.csv"):
+            script.train(script.fake(), resume="runs/a", total_timesteps=3 * ITERATION)
+        assert path.read_bytes() == damaged
+    path.write_bytes(b"step,itera")  # a crash in the first write
+    script.train(script.fake(), resume="runs/a", total_timesteps=3 * ITERATION)
+    assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["step", "192"]
+
+
+def test_a_run_that_was_killed_before_its_first_save(script, monkeypatch):
+    """The same command starts it again; a damaged config.json does not stop a resume."""
+    with monkeypatch.context() as patch:
+        spy_on(patch, script.module.Run, "__init__", lambda _, run, *args: run.close() or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            script.train(script.fake())
+    assert {path.name for path in script.folder.iterdir()} >= {"metrics.csv"}
+    script.train(script.fake())
+    (script.folder / "config.json").write_text('[{"script"')
+    script.train(script.fake(), resume="runs/a", total_timesteps=2 * ITERATION)
+    assert len(json.loads((script.folder / "config.json").read_text())) == 1 and len(rows(script.folder)) == 2
+
+
+def test_a_checkpoint_that_changes_before_the_lock(script, monkeypatch):
+    """A resume that loaded it while the run was still training is refused, and nothing is cut."""
+    script.train(script.fake())
+    loaded = load(script.folder)
+    script.train(script.fake(), resume="runs/a", total_timesteps=2 * ITERATION)
+    with pytest.raises(script.module.UsageError, match="try again"):
+        args = script.module.Args(**loaded["args"] | dict(resume="runs/a", total_timesteps=3 * ITERATION))
+        script.module.train(args, lambda args, n, stream: script.fake(), loaded)
+    assert load(script.folder)["step"] == 2 * ITERATION and len(rows(script.folder)) == 2
+
+
+def test_a_file_system_without_locks(script, monkeypatch):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(script.module.fcntl, "flock", flock)
+    script.train(script.fake())
+    assert len(rows(script.folder)) == 1
+
+
+def test_a_rank_without_a_world(tmp_path):
+    """RANK alone, which a sweep may export, does not make a run that writes nothing."""
+    command = [sys.executable, ROOT / "ppo_procgen.py", *PROCGEN.split(), "--eval-episodes", "0", "--run-name", "a"]
+    command = [*map(str, command), "--total-timesteps", "64"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"RANK": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "runs/a/checkpoint.pt").exists(), done.stderr
+
+
+def test_an_ascii_terminal(script):
+    """What is printed is ASCII: another character would end a run in the C locale."""
+    source = (ROOT / f"{script.name}.py").read_text()
+    assert source.isascii()
 
 
 def test_a_folder_that_is_gone_is_made_again(script, monkeypatch, capfd):
