@@ -225,21 +225,24 @@ def test_environments_that_report_episodes_themselves(script):
     result = script.train(envs)
     assert result["episode/return"] == result["episode/length"] == 7
 
-    each = [lambda: gym.wrappers.RecordEpisodeStatistics(Toy(script.shape))] * 4
+    def shaped():
+        return gym.wrappers.TransformReward(gym.wrappers.RecordEpisodeStatistics(Toy(script.shape)), lambda x: 9 * x)
+
+    each = [shaped] * 4
     result = script.train(gym.vector.SyncVectorEnv(each, autoreset_mode=script.autoreset), run_name="b")
     assert result["episode/return"] == result["episode/length"] == 7
 
 
 @each_script
 def test_integer_flags_of_ends_are_flags(script):
-    """~1 is -2: as a mask it would turn the loss around."""
+    """~1 is -2, and 1 - 255 is -254: as masks they would turn the loss around."""
     results = []
-    for name, kind in (("a", bool), ("b", np.int64)):
+    for name, factor in (("a", np.bool_(1)), ("b", np.int64(255))):
 
         class Typed(gym.vector.VectorWrapper):
-            def step(self, actions, kind=kind):
+            def step(self, actions, factor=factor):
                 obs, reward, terminated, truncated, info = self.env.step(actions)
-                return obs, reward, terminated.astype(kind), truncated.astype(kind), info
+                return obs, reward, terminated * factor, truncated * factor, info
 
         script.train(Typed(script.fake()), run_name=name)
         results.append(timeless(script.folder.parent / name))
