@@ -12,9 +12,9 @@
     python appo_atari.py --env-id Breakout --sync    # no acting while learning: reproducible
     python appo_atari.py --resume runs/NAME          # continue a stopped run
 
-APPO: Petrenko et al. 2020, arXiv:2006.11751, with the settings of M. Stammers' model card for
-Asteroids. PPO: Schulman et al. 2017, arXiv:1707.06347. V-trace: Espeholt et al. 2018,
-arXiv:1802.01561. Threads act with the newest weights while the learner trains on whole rollouts.
+APPO: Petrenko et al. 2020, arXiv:2006.11751. PPO: Schulman et al. 2017, arXiv:1707.06347. V-trace:
+Espeholt et al. 2018, arXiv:1802.01561. Most settings are of M. Stammers' model card for Asteroids.
+Threads act with the newest weights while the learner trains on whole rollouts.
 
 Unlike most PPO code, as in Sample Factory:
 - the ratio is clamped to [0.05, 20], then clipped to [1 / (1 + clip), 1 + clip];
@@ -60,7 +60,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # of this process
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # this process's number
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -79,7 +79,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_episodes: int = 100  # episodes per evaluation; 0 = no evaluation, not even at the end
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # print only evaluations
     # environment
@@ -98,8 +98,8 @@ class Args:
     num_minibatches: int = 8  # minibatches per dataset; an iteration trains on one dataset
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[float, ...] = (3.033891184e-4,)
-    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
-    do not scale with --total-timesteps"""
+    """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
+    in between, then constant; steps do not scale with --total-timesteps"""
     anneal_lr: bool = True  # multiply the learning rate by the share of the run that is left
     adam_eps: float = 1e-5  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
@@ -180,8 +180,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         # `done` and `over` are still the last step's.
         self.returns += np.where(self.done, 0, info["reward"])
         self.lengths += ~self.done
-        # EnvPool's no-ops after a lost life can end the game unseen: the number of lives rises.
-        # Such a game is reported one step late; the next one inherits its remaining time limit.
+        # After a lost life EnvPool plays no-ops. If they end the game, the next one starts unseen,
+        # lives rise, and the old game is reported now. The new one inherits its time limit.
         unseen = self.done & ~self.over & (info["lives"] > self.lives)
         self.lives = info["lives"]
         self.done = terminated | truncated
@@ -253,7 +253,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in fp32: exact for 256 rows, 256 * 255^2 < 2^24."""
+        """x: (B, ...), broadcast to shape. Pixels: exact in fp32 sums of 256, 256 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -354,7 +354,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, 4.1, 4.2, both limits 1) -> vs, rho * advantage: (T, N).
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, rho-bar = c-bar = 1) -> vs, rho * advantage: (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
     observation, by the current critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the current
@@ -368,7 +368,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is the next episode's
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next episode
     rho_advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], rho_advantage
 
@@ -390,7 +390,7 @@ def ppo_terms(logits, value, rows: dict, clip: float, vf_clip: float) -> dict:
     """Loss terms and statistics, each (B,), from the new logits (B, A) and value (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7, with other limits). loss/value: the larger
-    of the squared errors of the new value and of the clipped one. Both are normalized: the old
+    of the squared errors of the new value and of the clipped one. All are normalized: the old
     value with the statistics at acting time, the target with the current ones. train/approx_kl: the
     sampled estimate r - 1 - log r of KL(old || new).
     """
@@ -453,7 +453,7 @@ class Group:
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         # Random actions first, so that the groups' episodes differ in age. These steps are not
-        # counted; an environment's first reported episode may begin with some.
+        # counted; an environment's first reported episode may begin with some of them.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -542,8 +542,8 @@ def play_rollout(group: Group, actors: Actors, T: int) -> dict:
         "obs": torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
-        "value": torch.zeros(T, N, device=device),  # a normalized return
-        "unnormalized_value": torch.zeros(T, N, device=device),  # by the acting agent's statistics
+        "value": torch.zeros(T, N, device=device),  # normalized; for the value clip
+        "unnormalized_value": torch.zeros(T, N, device=device),  # for GAE; by the acting statistics
         "version": torch.zeros(T, N),  # this and the columns below: on the CPU, where GAE runs
         "reward": torch.zeros(T, N),
         "terminated": torch.zeros(T, N),
@@ -570,7 +570,7 @@ def play_rollout(group: Group, actors: Actors, T: int) -> dict:
         acted = time.perf_counter()
         group.obs, reward, terminated, truncated, info = group.envs.step(action)
         group.done = (terminated | truncated).astype(bool)
-        _, ended_returns, ended_lengths = ended_episodes(info)
+        _, ended_returns, ended_lengths = ended_episodes(group.envs, info)
         returns += ended_returns
         lengths += ended_lengths
         columns["reward"][t] = torch.as_tensor(reward)
@@ -619,7 +619,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
             minibatch["obs"] = minibatch["obs"][:T]
             minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
             valid = minibatch["valid"]
-            # The number of valid rows per rank; the minimum avoids a division by 0.
+            # Valid rows, mean over ranks; at least one in all avoids 0 / 0.
             num_valid = mean_over_ranks(valid.sum()).clamp(min=1 / WORLD)
             minibatch["advantage"] = standardize_valid(minibatch["advantage"], valid, num_valid)
             minibatch["target"] = normalize(minibatch["target"], agent.returns)
@@ -642,7 +642,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
             optimizer.step()
             agent.version += 1
             actors.publish(agent)
-        # Each row counts once, as with GAE. The first epoch still uses the old statistics.
+        # Once per dataset, as with GAE. The first epoch still uses the old statistics.
         if args.vtrace and epoch == 0:
             agent.returns.update(torch.cat(vtrace_targets, 1)[batch["valid"].bool()])
     num_updates = args.update_epochs * args.num_minibatches
@@ -671,7 +671,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     groups = []
     for g in range(args.num_groups):
         envs = make_envs(args, N, f"{stream} {g}")
-        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=36)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -853,7 +853,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+        for env, episode_return, length in zip(*ended_episodes(envs, info), strict=True):
             if played[env] < episodes:
                 returns.append(episode_return)
                 lengths.append(length)
@@ -890,8 +890,8 @@ def plain(name: str, value, kind):
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
             return kind(value)
-    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
-    wanted = choices or f"{kind.__name__}, {limits}"
+    limits = f", from {low} to 1" if high == 1 else f", at least {low} and finite"
+    wanted = choices or kind.__name__ + limits * (kind in (int, float))
     raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
 
 
@@ -949,13 +949,16 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
-def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """info -> indices of the environments whose episodes ended, returns, lengths.
+def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
+    """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    Once the environments have reported an episode themselves (a whole one, unclipped), their
+    reports count, and not what `train` counts, where a lost life may end an episode.
     """
-    info = info.get("final_info", {}) | info  # where SyncVectorEnv puts a report at a reset
-    key = "episode" if "episode" in info else "counted"
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    if "episode" in info:
+        envs.reports_episodes = True
+    key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
     envs = np.flatnonzero(info[f"_{key}"])
@@ -1045,6 +1048,7 @@ class Run:
             raise UsageError(f"{self.folder}: another process is training it") from None
         except OSError:
             pass  # a file system without locks
+        # The checkpoint was loaded before the lock; it may be newer now.
         if args.resume and load_checkpoint(args.resume)["step"] != step:
             raise UsageError(f"--resume {args.resume}: another process was training it, try again")
         self.columns = self.cut_table(step)

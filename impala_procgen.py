@@ -12,12 +12,12 @@
     python impala_procgen.py --resume runs/NAME          # continue a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. Groups of environments alternate with the learner; with --no-sync they play while
-it trains.
+arXiv:1912.01588. By default groups of environments play, then the learner trains; with --no-sync
+both run at once.
 
 The base is Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition (RLlib 0.8.7); batch,
 replay, learning rate and lambda were tuned on starpilot. Unlike the paper:
-- Adam, no gradient clipping, a lambda of 0.9 on V-trace's trace weights;
+- Adam, no gradient clipping, lambda 0.9 in V-trace (the paper's experiments: 1);
 - a wider CNN, which averages its last maps over the picture; frames t-3 and t as input;
 - replayed batches are whole batches (paper: half of each batch).
 Departures, results and the commands behind them: docs/impala_procgen.md.
@@ -60,7 +60,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # of this process
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # this process's number
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
@@ -81,7 +81,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass, in whole fragments; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_episodes: int = 100  # episodes per evaluation; 0 = no evaluation, not even at the end
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # print only evaluations
     # environment
@@ -89,15 +89,15 @@ class Args:
     num_levels: int = 0  # training levels; 0 = unlimited
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # none: frame t; gap: t-3 and t; full: t-3 to t
-    num_envs: int = 128  # parallel environments (per process, with torchrun)
-    num_groups: int = 4  # groups of environments; group k % num_groups plays rollout k
+    num_envs: int = 128  # environments of all groups (per process, with torchrun)
+    num_groups: int = 4  # groups, which take turns: group k % num_groups plays rollout k
     # optimization
     num_steps: int = 64  # rollout length; a fragment is one environment's part of a rollout
     minibatch_size: int = 2048  # rows per SGD step; a multiple of a group's rollout
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
-    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
-    do not scale with --total-timesteps"""
+    """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
+    in between, then constant; steps do not scale with --total-timesteps"""
     adam_eps: float = 6.25e-12  # Adam's epsilon; 1e-8 / 1600, as the entry sums its 1600 rows
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: actors play while the learner trains
@@ -190,7 +190,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Create Procgen environments as specified by args.
 
-    `stream` seeds the environments; "test" plays all levels, every other one the training levels.
+    `stream` seeds them; the stream "test" plays all levels, any other one the training levels.
     """
     if args.env_id not in GAMES:
         close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
@@ -269,8 +269,7 @@ class Agent(nn.Module):
         return F.relu(x.flatten(1))  # the ReLU after the average, as in the entry
 
     def forward(self, obs):
-        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
-        # place, to avoid a second float copy.
+        # Channels-last while still uint8 (a quarter of the memory traffic), then scale in place.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
@@ -293,7 +292,7 @@ def sample(logits, generator=None):
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
-    """V-trace (Espeholt et al. 2018, 4.1, 4.2, both limits 1) -> vs, rho * advantage: (T, N).
+    """V-trace (Espeholt et al. 2018, 4.1, 4.2, rho-bar = c-bar = 1) -> vs, rho * advantage: (T, N).
 
     reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
     observation, by the current critic. rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t), of the current
@@ -307,7 +306,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is the next episode's
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next episode
     rho_advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], rho_advantage
 
@@ -363,7 +362,7 @@ class Group:
         self.obs = obs  # what the next actions are chosen from
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         # Random actions first, so that the groups' episodes differ in age. These steps are not
-        # counted; an environment's first reported episode may begin with some.
+        # counted; an environment's first reported episode may begin with some of them.
         logits = torch.zeros(envs.num_envs, envs.single_action_space.n, device=device)
         for _ in range(head_start):
             action = sample(logits, self.generator).cpu().numpy()
@@ -474,7 +473,7 @@ def play_rollout(group: Group, actors: Actors, T: int) -> dict:
         done = (terminated | truncated).astype(bool)
         columns["reward"][t] = torch.as_tensor(reward)
         columns["done"][t] = torch.from_numpy(done)
-        _, ended_returns, ended_lengths = ended_episodes(info)
+        _, ended_returns, ended_lengths = ended_episodes(group.envs, info)
         returns += ended_returns
         lengths += ended_lengths
     columns["obs"][T] = torch.from_numpy(group.obs)
@@ -490,7 +489,7 @@ def learn(agent, optimizer, actors: Actors, batches: list[dict], ent_coef: float
     """Train on each batch for update_epochs passes -> means over passes, explained variance.
 
     batches: the new one, then the replayed ones, which contribute only replay/rho_mean to the
-    means. Columns (T, B), for B fragments: obs (with one row more), action, logp, reward, done.
+    means. Columns (T, B), of B fragments: obs (one row more), action, logp, version, reward, done.
     """
     num_fragments = args.minibatch_size // args.num_steps
     device = batches[0]["obs"].device
@@ -527,7 +526,7 @@ def learn(agent, optimizer, actors: Actors, batches: list[dict], ent_coef: float
             optimizer.step()
             agent.version += 1
             actors.publish(agent)
-    if len(batches) > 1:  # per replayed batch; the next line divides by the passes
+    if len(batches) > 1:  # the mean over replayed batches; the next line divides by the passes
         new_sums["replay/rho_mean"] = replay_sums["train/rho_mean"] / (len(batches) - 1)
     means = {name: mean_over_ranks(x / args.update_epochs).item() for name, x in new_sums.items()}
     return means, explained_variance(torch.cat(values, 1), torch.cat(targets, 1))
@@ -537,7 +536,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
 
     make_envs(args, num_envs, stream): returns any VectorEnv with same-step autoreset, uint8
-    (C, H, W) observations and Discrete actions; its truncations count as ends. Called per group.
+    (C, H, W) observations, Discrete actions; truncations count as terminations. Called per group.
     saved: the loaded checkpoint, if args already include its flags (as in `main`).
     Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
     """
@@ -552,9 +551,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     groups = []
     for g in range(args.num_groups):
         envs = make_envs(args, N, f"{stream} {g}")
-        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
         obs, _ = envs.reset()
-        check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
+        check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=8)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
         groups.append(Group(envs, obs, seed, device, head_start=g * T))
     obs_shape = obs.shape[1:]
@@ -728,7 +727,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+        for env, episode_return, length in zip(*ended_episodes(envs, info), strict=True):
             if played[env] < episodes:
                 returns.append(episode_return)
                 lengths.append(length)
@@ -765,8 +764,8 @@ def plain(name: str, value, kind):
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
             return kind(value)
-    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
-    wanted = choices or f"{kind.__name__}, {limits}"
+    limits = f", from {low} to 1" if high == 1 else f", at least {low} and finite"
+    wanted = choices or kind.__name__ + limits * (kind in (int, float))
     raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
 
 
@@ -824,13 +823,16 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
-def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """info -> indices of the environments whose episodes ended, returns, lengths.
+def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
+    """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    Once the environments have reported an episode themselves (a whole one, unclipped), their
+    reports count, and not what `train` counts, where a lost life may end an episode.
     """
-    info = info.get("final_info", {}) | info  # where SyncVectorEnv puts a report at a reset
-    key = "episode" if "episode" in info else "counted"
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    if "episode" in info:
+        envs.reports_episodes = True
+    key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
     envs = np.flatnonzero(info[f"_{key}"])
@@ -920,6 +922,7 @@ class Run:
             raise UsageError(f"{self.folder}: another process is training it") from None
         except OSError:
             pass  # a file system without locks
+        # The checkpoint was loaded before the lock; it may be newer now.
         if args.resume and load_checkpoint(args.resume)["step"] != step:
             raise UsageError(f"--resume {args.resume}: another process was training it, try again")
         self.columns = self.cut_table(step)

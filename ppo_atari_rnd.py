@@ -11,15 +11,15 @@
     python ppo_atari_rnd.py --env-id MontezumaRevenge --memory gru  # the paper's recurrent policy
     python ppo_atari_rnd.py --resume runs/NAME                      # continue a stopped run
 
-A frame earns a bonus if a trained predictor fails to predict a fixed random network's features of
-it. PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016,
-arXiv:1506.02438. Hyperparameters: the paper's table 5.
+A frame's bonus is a trained predictor's error on a fixed random network's features of it.
+PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438.
+Hyperparameters: the paper's table 5.
 
 Unlike most PPO code, as in the authors' (github.com/openai/random-network-distillation):
 - two value heads with one discount each; the intrinsic return does not stop at episode ends;
 - no standardization of advantages, no clipping of values or gradients;
 - a minibatch holds all rows of some environments, the same ones in every epoch;
-- the bonus of step t is for the newest frame of o_{t+1}. It uses the frame statistics of the
+- the bonus of step t is for the newest frame of o_{t+1}. The bonus uses the frame statistics of the
   earlier rollouts and is divided by the running std of discounted sums of bonuses.
 Departures, results and the commands behind them: docs/ppo_atari_rnd.md.
 """
@@ -57,7 +57,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # of this process
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # this process's number
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +76,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_episodes: int = 100  # episodes per evaluation; 0 = no evaluation, not even at the end
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # print only evaluations
     # environment
@@ -92,8 +92,8 @@ class Args:
     minibatch_size: int = 4096  # rows per SGD step: a multiple of --num-steps (whole environments)
     update_epochs: int = 4  # passes over a rollout
     lr: tuple[float, ...] = (1e-4,)
-    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
-    do not scale with --total-timesteps"""
+    """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
+    in between, then constant; steps do not scale with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0  # clip the norm of the policy network's gradient; 0 = off
     # algorithm
@@ -272,8 +272,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs, memory, valid):
-        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
-        # place, to avoid a second float copy.
+        # Channels-last while still uint8 (a quarter of the memory traffic), then scale in place.
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = F.relu(self.hidden1(self.trunk(x)))
@@ -314,7 +313,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in fp32: exact for 256 rows, 256 * 255^2 < 2^24."""
+        """x: (B, ...), broadcast to shape. Pixels: exact in fp32 sums of 256, 256 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -412,8 +411,9 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
     """Loss terms and statistics, each (B,), from the new logits (B, A) and values (B, 2).
 
-    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared errors of the
-    heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
+    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared error, summed
+    over the heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of
+    KL(old || new).
     """
     clip = clip or math.inf
     logp = logits.log_softmax(-1)
@@ -467,7 +467,7 @@ def learn(
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # in the same order
             last = first + args.minibatch_size
             minibatch = {name: column[first:last] for name, column in batch.items()}
-            # Numbers of rows per rank; the minimum avoids a division by 0.
+            # Rows that train, mean over ranks; at least one in all avoids 0 / 0.
             num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
             # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work.
             drawn = torch.rand(args.minibatch_size) < predictor_share
@@ -514,7 +514,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=44)
     obs_shape = obs.shape[1:]
@@ -538,7 +538,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     compare_ranks(args, step)
     if args.compile:
         agent.compile()
-    torch.manual_seed(stream_seed(args.seed, stream))  # actions and the predictor's rows
+    torch.manual_seed(stream_seed(args.seed, stream))  # all draws of training
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     if args.memory == "gru":
         micro_batch = math.ceil(micro_batch / T) * T  # whole environments
@@ -556,7 +556,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
     }
-    # On the CPU, where GAE runs. Last axis: game, bonus, whose ends stay 0: none cuts its returns.
+    # On the CPU, where GAE runs. Last axis: game, bonus, whose ends stay 0: returns run through.
     rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N, 2)
     dones = torch.zeros(T, N, 2)
@@ -620,7 +620,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 rewards[t, :, 0] = torch.as_tensor(reward)
                 terminations[t, :, 0] = torch.as_tensor(terminated.astype(bool))
                 dones[t, :, 0] = torch.as_tensor(done)
-                _, ended_returns, ended_lengths = ended_episodes(info)
+                _, ended_returns, ended_lengths = ended_episodes(envs, info)
                 returns += ended_returns
                 lengths += ended_lengths
                 run.bar.update(N * WORLD)
@@ -634,7 +634,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             raw_bonus = torch.cat(errors).view(T, N)
             rewards[..., 1] = rnd.normalize(raw_bonus) if step >= args.bonus_after else 0
             rnd.frames.update(frames.flatten(0, 1))
-            # The features that the predictor learns are of frames under the new statistics.
+            # Features again, under the new statistics: what the predictor learns
             features = torch.cat([rnd.features(piece) for piece in pieces]).view(T, N, -1)
 
             # Advantages. The row after an end shows the episode's last observation, from whose
@@ -760,7 +760,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, terminated, truncated, info = envs.step(action.cpu().numpy())
         done = (terminated | truncated).astype(bool)
-        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+        for env, episode_return, length in zip(*ended_episodes(envs, info), strict=True):
             if played[env] < episodes:
                 returns.append(episode_return)
                 lengths.append(length)
@@ -797,8 +797,8 @@ def plain(name: str, value, kind):
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
             return kind(value)
-    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
-    wanted = choices or f"{kind.__name__}, {limits}"
+    limits = f", from {low} to 1" if high == 1 else f", at least {low} and finite"
+    wanted = choices or kind.__name__ + limits * (kind in (int, float))
     raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
 
 
@@ -856,13 +856,16 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
-def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """info -> indices of the environments whose episodes ended, returns, lengths.
+def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
+    """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    Once the environments have reported an episode themselves (a whole one, unclipped), their
+    reports count, and not what `train` counts, where a lost life may end an episode.
     """
-    info = info.get("final_info", {}) | info  # where SyncVectorEnv puts a report at a reset
-    key = "episode" if "episode" in info else "counted"
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    if "episode" in info:
+        envs.reports_episodes = True
+    key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
     envs = np.flatnonzero(info[f"_{key}"])
@@ -952,6 +955,7 @@ class Run:
             raise UsageError(f"{self.folder}: another process is training it") from None
         except OSError:
             pass  # a file system without locks
+        # The checkpoint was loaded before the lock; it may be newer now.
         if args.resume and load_checkpoint(args.resume)["step"] != step:
             raise UsageError(f"--resume {args.resume}: another process was training it, try again")
         self.columns = self.cut_table(step)

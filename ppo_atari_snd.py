@@ -13,12 +13,12 @@
 SND: arXiv:2302.11563. RND: Burda et al. 2018, arXiv:1810.12894. PPO: Schulman et al. 2017,
 arXiv:1707.06347. Settings: run cnd_21 of github.com/michalnand/reinforcement_learning.
 
-A frame earns a bonus if a predictor network fails to predict a target network's features of it.
+A frame's bonus is a predictor network's error on a target network's features of it.
 RND's target is random: according to the SND paper, similar frames get similar features, so the
 bonus soon fades. SND-V's target learns to tell frames apart, by a contrastive loss on pairs of
 frames. Unlike most PPO:
-- game and bonus have a value head and a discount each; both returns stop at the end of an episode;
-- neither advantages nor the bonus are normalized; the bonus is only clipped;
+- game and bonus have a value head and a discount each (both returns end with the episode);
+- neither advantages nor the bonus are normalized; the bonus is scaled and clipped;
 - the bonus of row t is for o_t (RND: o_{t+1}), so it rewards the actions before a_t;
 - minibatches are drawn with replacement.
 Departures, results and the commands behind them: docs/ppo_atari_snd.md.
@@ -57,7 +57,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # of this process
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # this process's number
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +76,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_episodes: int = 100  # episodes per evaluation; 0 = no evaluation, not even at the end
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # print only evaluations
     # environment
@@ -92,8 +92,8 @@ class Args:
     minibatch_size: int = 512  # rows per SGD step
     update_epochs: int = 4  # how often a row is drawn, on average
     lr: tuple[float, ...] = (1e-4,)
-    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
-    do not scale with --total-timesteps"""
+    """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
+    in between, then constant; steps do not scale with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0.5  # clip the norm of the policy network's gradient; 0 = off
     # algorithm
@@ -254,8 +254,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
-        # place, to avoid a second float copy.
+        # Channels-last while still uint8 (a quarter of the memory traffic), then scale in place.
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = self.trunk(x)
@@ -280,7 +279,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, *shape). Pixels are summed in fp32: exact for 256 rows, 256 * 255^2 < 2^24."""
+        """x: (B, ...), broadcast to shape. Pixels: exact in fp32 sums of 256, 256 * 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -330,9 +329,9 @@ class SND(nn.Module):
         return (predicted.float() - features.float()).square()
 
     def target_loss(self, frames, others, far):
-        """The contrastive loss of pairs (frames[i], others[i]); far (B,): not the same frame."""
-        a = hide_tiles(self.preprocess(frames))
-        b = hide_tiles(self.preprocess(others))
+        """The contrastive loss of pairs (frames[i], others[i]); far (B,): not the same row."""
+        a = augment(self.preprocess(frames))
+        b = augment(self.preprocess(others))
         with torch.autocast(a.device.type, torch.bfloat16, enabled=self.bf16):
             a = self.target(a)
             b = self.target(b)
@@ -368,8 +367,9 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
     """Loss terms and statistics, each (B,), from the new logits (B, A) and values (B, 2).
 
-    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared errors of the
-    heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
+    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared error, summed
+    over the heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of
+    KL(old || new).
     """
     clip = clip or math.inf
     logp = logits.log_softmax(-1)
@@ -402,7 +402,7 @@ def schedule(step: int, knots: tuple[float, ...]) -> float:
     return float(np.interp(step, steps, values))
 
 
-def hide_tiles(x):
+def augment(x):
     """Augment frames (B, 1, H, W): half of them are masked and, independently, half get noise.
 
     Masking sets each tile to 0 with probability 0.1. All frames have one random tile size.
@@ -422,7 +422,7 @@ def hide_tiles(x):
 def contrastive(a, b, far):
     """SND-V's loss: the mean squared distance of features (B, D) should be `far` (B,), 0 or 1.
 
-    The second term penalizes a mean square of both features together above 200.
+    The second term penalizes mean(a^2) + mean(b^2) above 200.
     """
     distance = (a - b).square().mean(1)
     size = a.square().mean() + b.square().mean()
@@ -441,8 +441,8 @@ def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
 def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Args) -> dict:
     """Train the policy, one SGD step per minibatch -> means over all minibatches.
 
-    batch: columns of T * N rows: obs (N more, which follow the last step; snd_paper.py uses them),
-    valid, action, logp, value, advantage, target.
+    batch: columns of T * N rows: obs (and the N last observations, unused here), valid, action,
+    logp, value, advantage, target.
     """
     device = batch["obs"].device
     micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
@@ -450,7 +450,7 @@ def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Arg
     sums = defaultdict(float)
     for index in minibatches:
         minibatch = {name: column[index] for name, column in batch.items()}
-        # The number of valid rows per rank; the minimum avoids a division by 0.
+        # Valid rows, mean over ranks; at least one in all avoids 0 / 0.
         num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
         optimizer.zero_grad()
         for start in range(0, args.minibatch_size, micro_batch):
@@ -522,7 +522,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=4)
     obs_shape = obs.shape[1:]
@@ -544,12 +544,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     compare_ranks(args, step)
     if args.compile:
         agent.compile()
-    torch.manual_seed(stream_seed(args.seed, stream))  # actions, minibatches, masks and pairs
+    torch.manual_seed(stream_seed(args.seed, stream))  # all draws of training
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
     # done_{t+1}). The row after an end is not valid: its action is ignored, so it stays out of the
-    # policy and value losses. The predictor also trains on its frame, the last of an episode, whose
-    # bonus enters no valid row's return.
+    # policy and value losses. The predictor also trains on its frame, the episode's last; that
+    # frame's bonus enters no valid row's return.
     rollout = {
         "obs": torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
@@ -617,7 +617,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 rewards[t, :, 0] = torch.as_tensor(reward)
                 terminations[t] = torch.as_tensor(terminated.astype(bool))
                 dones[t] = torch.as_tensor(done)
-                _, ended_returns, ended_lengths = ended_episodes(info)
+                _, ended_returns, ended_lengths = ended_episodes(envs, info)
                 returns += ended_returns
                 lengths += ended_lengths
                 run.bar.update(N * WORLD)
@@ -747,7 +747,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+        for env, episode_return, length in zip(*ended_episodes(envs, info), strict=True):
             if played[env] < episodes:
                 returns.append(episode_return)
                 lengths.append(length)
@@ -784,8 +784,8 @@ def plain(name: str, value, kind):
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
             return kind(value)
-    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
-    wanted = choices or f"{kind.__name__}, {limits}"
+    limits = f", from {low} to 1" if high == 1 else f", at least {low} and finite"
+    wanted = choices or kind.__name__ + limits * (kind in (int, float))
     raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
 
 
@@ -843,13 +843,16 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
-def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """info -> indices of the environments whose episodes ended, returns, lengths.
+def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
+    """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    Once the environments have reported an episode themselves (a whole one, unclipped), their
+    reports count, and not what `train` counts, where a lost life may end an episode.
     """
-    info = info.get("final_info", {}) | info  # where SyncVectorEnv puts a report at a reset
-    key = "episode" if "episode" in info else "counted"
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    if "episode" in info:
+        envs.reports_episodes = True
+    key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
     envs = np.flatnonzero(info[f"_{key}"])
@@ -939,6 +942,7 @@ class Run:
             raise UsageError(f"{self.folder}: another process is training it") from None
         except OSError:
             pass  # a file system without locks
+        # The checkpoint was loaded before the lock; it may be newer now.
         if args.resume and load_checkpoint(args.resume)["step"] != step:
             raise UsageError(f"--resume {args.resume}: another process was training it, try again")
         self.columns = self.cut_table(step)

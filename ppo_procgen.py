@@ -56,7 +56,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # of this process
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # this process's number
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
@@ -79,7 +79,7 @@ class Args:
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # episodes per evaluation (there is always one at the end); 0 = never
+    eval_episodes: int = 100  # episodes per evaluation; 0 = no evaluation, not even at the end
     eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
     quiet: bool = False  # print only evaluations
     # environment
@@ -89,14 +89,14 @@ class Args:
     stack: Literal["none", "gap", "full"] = "gap"  # none: frame t; gap: t-3 and t; full: t-3 to t
     num_envs: int = 48  # parallel environments (per process, with torchrun)
     norm_reward: float = 0
-    """divide rewards by the running std of returns discounted by this (OpenAI: 0.99); 0 = off"""
+    """discount of the returns whose running std divides rewards (OpenAI: 0.99); 0 = off"""
     # optimization
     num_steps: int = 200  # rollout length per environment
     minibatch_size: int = 1024  # rows per SGD step and process; a rollout's remainder is unused
     update_epochs: int = 3  # passes over a rollout
     lr: tuple[float, ...] = LR
-    """learning rate: a number, or 0 value step value ..., linear in between, then constant; steps
-    do not scale with --total-timesteps"""
+    """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
+    in between, then constant; steps do not scale with --total-timesteps"""
     adam_eps: float = 1e-8  # Adam's epsilon
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     reshuffle: bool = False
@@ -187,7 +187,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     """Create Procgen environments as specified by args.
 
-    `stream` seeds the environments; "test" plays all levels, every other one the training levels.
+    `stream` seeds them; the stream "test" plays all levels, any other one the training levels.
     """
     if args.env_id not in GAMES:
         close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
@@ -266,8 +266,7 @@ class Agent(nn.Module):
         return F.relu(x.flatten(1))  # the ReLU after the average, as in the entry
 
     def forward(self, obs):
-        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then in
-        # place, to avoid a second float copy.
+        # Channels-last while still uint8 (a quarter of the memory traffic), then scale in place.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.input_shift).div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
@@ -407,7 +406,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
         if epoch == 0 or args.reshuffle:
             permutation = torch.randperm(num_rows, device=device)
             minibatches = permutation.split(args.minibatch_size)  # a shorter last one is unused
-        sums["train/kl"] = 0.0  # of the last epoch only: RLlib adapts the penalty to it
+        sums["train/kl"] = 0.0  # RLlib adapts the penalty to the last epoch's KL
         for m in torch.randperm(num_minibatches).tolist():
             minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
@@ -431,7 +430,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
             optimizer.step()
     num_updates = args.update_epochs * num_minibatches
     means = {name: mean_over_ranks(x / num_updates).item() for name, x in sums.items()}
-    means["train/kl"] *= args.update_epochs
+    means["train/kl"] *= args.update_epochs  # its sum is of one epoch only
     return means
 
 
@@ -451,9 +450,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # where info has no "episode"
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
     obs, _ = envs.reset()
-    check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=4)
+    check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=8)
     obs_shape = obs.shape[1:]
     num_actions = envs.single_action_space.n
 
@@ -527,15 +526,15 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 env_s += time.perf_counter() - before
                 rewards[t] = torch.as_tensor(reward)
                 dones[t] = torch.as_tensor((terminated | truncated).astype(bool))
-                _, ended_returns, ended_lengths = ended_episodes(info)
+                _, ended_returns, ended_lengths = ended_episodes(envs, info)
                 returns += ended_returns
                 lengths += ended_lengths
                 if args.norm_reward:
                     rewards[t] = normalizer(rewards[t], dones[t])
                 run.bar.update(N * WORLD)
 
-            # Advantages. A time limit counts as a termination, as in Procgen's published results:
-            # the next row's value is already the next episode's.
+            # Advantages. A time limit counts as a termination, as in Procgen's published results;
+            # to bootstrap would need the lost final observation.
             with torch.no_grad():
                 _, last_value = agent(torch.from_numpy(obs).to(device))
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
@@ -649,7 +648,7 @@ def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[l
         logits, *_ = agent(torch.from_numpy(obs).to(device))
         action = logits.argmax(-1) if greedy else sample(logits, generator)
         obs, _, _, _, info = envs.step(action.cpu().numpy())
-        for env, episode_return, length in zip(*ended_episodes(info), strict=True):
+        for env, episode_return, length in zip(*ended_episodes(envs, info), strict=True):
             if played[env] < episodes:
                 returns.append(episode_return)
                 lengths.append(length)
@@ -686,8 +685,8 @@ def plain(name: str, value, kind):
     if kind in (int, float) and isinstance(value, int | float):
         if low <= value <= high and kind(value) == value:
             return kind(value)
-    limits = f"from {low} to 1" if high == 1 else f"at least {low} and finite"
-    wanted = choices or f"{kind.__name__}, {limits}"
+    limits = f", from {low} to 1" if high == 1 else f", at least {low} and finite"
+    wanted = choices or kind.__name__ + limits * (kind in (int, float))
     raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
 
 
@@ -745,13 +744,16 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
         raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
 
 
-def ended_episodes(info: dict) -> tuple[list, list, list]:
-    """info -> indices of the environments whose episodes ended, returns, lengths.
+def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
+    """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Prefers the environments' own report (whole episodes, unclipped) to what `train` counted.
+    Once the environments have reported an episode themselves (a whole one, unclipped), their
+    reports count, and not what `train` counts, where a lost life may end an episode.
     """
-    info = info.get("final_info", {}) | info  # where SyncVectorEnv puts a report at a reset
-    key = "episode" if "episode" in info else "counted"
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    if "episode" in info:
+        envs.reports_episodes = True
+    key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
     envs = np.flatnonzero(info[f"_{key}"])
@@ -841,6 +843,7 @@ class Run:
             raise UsageError(f"{self.folder}: another process is training it") from None
         except OSError:
             pass  # a file system without locks
+        # The checkpoint was loaded before the lock; it may be newer now.
         if args.resume and load_checkpoint(args.resume)["step"] != step:
             raise UsageError(f"--resume {args.resume}: another process was training it, try again")
         self.columns = self.cut_table(step)

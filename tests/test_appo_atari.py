@@ -407,7 +407,7 @@ def test_ends_of_games_of_a_scripted_pool():
     for _ in ROWS:
         _, _, ended, _, info = envs.step(None)
         terminated += ended.tolist()
-        reported.append(appo_atari.ended_episodes(info))
+        reported.append(appo_atari.ended_episodes(envs, info))
     nothing = ([], [], [])
     expected = [nothing] * len(ROWS)
     expected[2], expected[5], expected[7], expected[10] = (

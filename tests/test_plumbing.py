@@ -18,6 +18,7 @@ import sys
 import termios
 import threading
 import time
+import types
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,17 @@ def test_environments_that_report_episodes_themselves(script):
     each = [shaped] * 4
     result = script.train(gym.vector.SyncVectorEnv(each, autoreset_mode=script.autoreset), run_name="b")
     assert result["episode/return"] == result["episode/length"] == 7
+
+
+def test_lost_lives_are_no_episodes(script):
+    """Statistics inside, a lost life ends the training episode outside: only the whole episode is reported."""
+    envs, flags = types.SimpleNamespace(), np.array([True])
+    life = {"counted": {"r": np.array([3.0]), "l": np.array([3])}, "_counted": flags}
+    whole = {"episode": {"r": np.array([7.0]), "l": np.array([7])}, "_episode": flags}
+    ended = script.module.ended_episodes
+    assert ended(envs, life) == ([0], [3.0], [3])  # nothing better is known yet
+    assert ended(envs, life | whole) == ended(envs, life | {"final_info": whole}) == ([0], [7.0], [7])
+    assert ended(envs, life) == ended(envs, {}) == ([], [], [])
 
 
 @each_script

@@ -8,7 +8,7 @@ import ppo_atari_snd
 import pytest
 import torch
 import torch.nn.functional as F
-from ppo_atari_snd import SND, Agent, Args, UsageError, contrastive, hide_tiles
+from ppo_atari_snd import SND, Agent, Args, UsageError, augment, contrastive
 
 import conftest
 from conftest import Games, num_weights, plain_gae, plain_standardised, random_episodes, spy_on
@@ -135,7 +135,7 @@ def test_tiles_hide_a_tenth_of_half_the_frames_and_noise_moves_half():
     hidden, noisy, sizes, noise = [], [], set(), []
     for _ in range(60):
         x = torch.full((64, 1, 48, 48), 5.0)
-        y = hide_tiles(x)
+        y = augment(x)
         dark = y.abs() <= 0.2
         assert ((y - 5).abs() <= 0.2).logical_or(dark).all()
         share = dark.float().mean((1, 2, 3))
@@ -155,7 +155,7 @@ def test_tiles_hide_a_tenth_of_half_the_frames_and_noise_moves_half():
 def test_both_frames_of_a_pair_have_draws_of_their_own(monkeypatch):
     """Else a frame would be told from itself without any distortion to see through."""
     shown = []
-    spy_on(monkeypatch, ppo_atari_snd, "hide_tiles", lambda result, x: shown.append(result))
+    spy_on(monkeypatch, ppo_atari_snd, "augment", lambda result, x: shown.append(result))
     torch.manual_seed(0)
     frames = torch.randint(0, 256, (16, 1, 16, 16), dtype=torch.uint8)
     SND((1, 16, 16), Args(snd_features=8)).target_loss(frames, frames, torch.zeros(16))
@@ -229,7 +229,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, paper, name):
     with monkeypatch.context() as patch:
         for name, draws in drawn.items():
             spy_on(patch, torch, name, lambda result, *x, draws=draws: draws.append(result))
-        patch.setattr(module, "hide_tiles", lambda x: x.flip(3))
+        patch.setattr(module, "augment", lambda x: x.flip(3))
         envs = fake(dummy_reward=100.0)
         options = dict(update_epochs=2, lr=(1e-3,), adam_eps=0.01, clip=1e-3, vf_coef=0.7, gamma=0.95, gamma_int=0.9)
         options |= dict(max_grad_norm=0.05, eta=1.9, ent_coef=(3.0,), int_coef=0.8) | changes

@@ -4,7 +4,7 @@
         --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000  # no reward
 
 Source: github.com/michalnand/reinforcement_learning. Changes to ppo_atari_snd.py: the convolutions
-of target and predictor, and `hide_tiles`, the augmentation of the frames of a pair. The policy
+of target and predictor, and `augment`, the augmentation of the frames of a pair. The policy
 network is the script's (the source's has a last convolution of 64 channels, not 128, and no linear
 layer that policy and critic share).
 """
@@ -41,7 +41,7 @@ def pixelate(x):
 
 script.SCRIPT = "snd_breakout"
 script.__doc__ = __doc__
-script.hide_tiles = pixelate
+script.augment = pixelate
 # width, kernel, stride and padding of each convolution, as in michalnand's RND
 script.SND_CONVS = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]
 
