@@ -313,7 +313,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, ...), broadcast to shape. Pixels: exact in fp32 sums of 256, 256 * 255^2 < 2^24."""
+        """x: (B, ...), broadcast to shape; pixel sums of 256 rows are exact in fp32 (< 2^24)."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
