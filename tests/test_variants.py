@@ -25,6 +25,7 @@ OWN = {
     "procgen_augment": f"{LEAPER} --augment flip translate crop rotate pad_crop",
     "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
     "procgen_rnd": LEAPER,
+    "procgen_shaped": LEAPER,
     "snd_procgen": f"--env-id jumper --snd-features 8 {BONUS}",
     "snd_paper": f"--env-id Breakout --target std --snd-features 8 --max-episode-steps 30 {BONUS}",
     "snd_breakout": f"--env-id Breakout --snd-features 8 --max-episode-steps 30 {BONUS}",
@@ -94,6 +95,24 @@ def test_augmentations_by_hand(variant):
     draws = torch.tensor([[0.4, 0, 0.6, 0], [0.5, 0, 0, 0]])
     some = augment(torch.from_numpy(frames), ("flip",), 0.5, draws).numpy()
     assert (some[0] == frames[0, ..., ::-1]).all() and (some[1] == frames[1]).all()
+
+
+def test_shaped_rewards(variant, monkeypatch):
+    """Rewards by hand; reports and so evaluations keep the game's."""
+    module = variant("procgen_shaped")
+    np.testing.assert_allclose(module.shape(np.array([0, 3, -3, 8, 0.5])), [0, 1.003, -1.003, 2.008, 1.5**0.5 - 0.9995])
+
+    def plain(args, num_envs, stream):
+        envs = FakeVecEnv([[([3.0] * 5, "terminated")]] * num_envs, SAME_STEP, shape=(3, 64, 64))
+        return module.script.RecordEpisodeStatistics(envs)
+
+    monkeypatch.setattr(module, "plain_envs", plain)
+    envs = module.make_envs(module.Args(), 2, "training")
+    envs.reset()
+    for _ in range(5):
+        _, reward, *_, info = envs.step(np.zeros(2, int))
+        np.testing.assert_allclose(reward, 1.003)
+    assert info["episode"]["r"].tolist() == [15, 15]
 
 
 @pytest.mark.parametrize("name", ["procgen_augment", "impala_augment"])
