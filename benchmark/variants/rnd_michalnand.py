@@ -4,7 +4,7 @@
 
 Source: github.com/michalnand/reinforcement_learning. His RND is his SND except that the target is
 fixed, frames only have their mean subtracted, and the bonus is half the sum of 512 squared errors,
-at most 1. Not measured; his rnd_1 has 6,219 on Montezuma's Revenge at 128M steps (mean of 3 runs).
+at most 1. Not measured; his rnd_1 has 6,537 on Montezuma's Revenge (3 runs, last tenth of 128M).
 
 Departures: those of ppo_atari_snd.py; b2 and b3 divide by the std of the bonuses before this
 rollout (1 in the first rollout; his: before every step); A's critic adds its hidden layer's input
