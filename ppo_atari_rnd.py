@@ -1063,7 +1063,10 @@ class Run:
     def close(self):
         self.bar.close()
         if RANK == 0:
-            self.tensorboard.close()
+            # A signal inside TensorBoard's writer can leave its lock taken: do not wait for ever.
+            closing = threading.Thread(target=self.tensorboard.close, daemon=True)
+            closing.start()
+            closing.join(5)
             self.table.close()
 
 

@@ -503,6 +503,20 @@ def test_train_leaves_no_threads_or_files(script):
     assert counts[1] == counts[4]
 
 
+def test_a_lock_of_tensorboard_that_a_signal_left_taken(script, monkeypatch):
+    """The run ends all the same, and what it saved and logged is there."""
+
+    def interrupt(_, run, metrics):
+        run.tensorboard.file_writer.event_writer._async_writer._byte_queue.mutex.acquire()
+        raise KeyboardInterrupt
+
+    spy_on(monkeypatch, script.module.Run, "log", interrupt)
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        script.train(script.fake())
+    assert time.perf_counter() - start < 15 and load(script.folder)["step"] == 0 and len(rows(script.folder)) == 1
+
+
 def test_two_runs_never_share_a_folder(script):
     """Runs of one second get a folder each; of one name exactly one wins; a folder in use is not resumed."""
     args = replace(script.module.Args(env_id="toy"), run_dir="many", quiet=True)
