@@ -438,14 +438,15 @@ def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
     return rows.split(args.minibatch_size)
 
 
-def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Args) -> dict:
+def learn(
+    agent, optimizer, batch: dict, minibatches, micro_batch: int, ent_coef: float, args: Args
+):
     """Train the policy, one SGD step per minibatch -> means over all minibatches.
 
     batch: columns of T * N rows: obs (and the N last observations, unused here), valid, action,
     logp, value, advantage, target.
     """
     device = batch["obs"].device
-    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
     sums = defaultdict(float)
     for index in minibatches:
@@ -472,13 +473,12 @@ def learn(agent, optimizer, batch: dict, minibatches, ent_coef: float, args: Arg
     return {name: mean_over_ranks(x / len(minibatches)).item() for name, x in sums.items()}
 
 
-def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
+def learn_snd(snd, optimizer, batch: dict, minibatches, micro_batch: int, args: Args) -> dict:
     """Train predictor and target, one SGD step per minibatch -> means over all minibatches.
 
     The predictor learns the minibatch's frames, the target random pairs of the whole rollout.
     """
     device = batch["obs"].device
-    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
     frames = batch["obs"][:, -1:]  # the newest of each observation
     num_rows = len(batch["action"])
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
@@ -545,6 +545,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     if args.compile:
         agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # all draws of training
+    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
     # done_{t+1}). The row after an end is not valid: its action is ignored, so it stays out of the
@@ -625,8 +626,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
             # Bonus of o_t under the frame statistics so far, which then take in this rollout
             frames = rollout["obs"][:T, :, -1:]
+            pieces = frames.flatten(0, 1).split(micro_batch)
             with torch.no_grad():
-                raw_bonus = torch.stack([snd.errors(row).mean(1) for row in frames])
+                errors = [snd.errors(piece).mean(1) for piece in pieces]
+            raw_bonus = torch.cat(errors).view(T, N)
             rewards[..., 1] = (args.eta * raw_bonus).clamp(max=args.int_clip or math.inf)
             snd.frames.update(frames.flatten(0, 1))
 
@@ -653,8 +656,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
             minibatches = draw_minibatches(T * N, device, args)
-            means = learn(agent, optimizer, batch, minibatches, ent_coef, args)
-            means |= learn_snd(snd, optimizer, batch, minibatches, args)
+            means = learn(agent, optimizer, batch, minibatches, micro_batch, ent_coef, args)
+            means |= learn_snd(snd, optimizer, batch, minibatches, micro_batch, args)
             if not np.isfinite(list(means.values())).all():
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             learned = time.perf_counter()

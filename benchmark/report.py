@@ -344,7 +344,7 @@ ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
 
 
 def sixteen_table(results: Path = RESULTS) -> list[str]:
-    """Our last tenth, OpenAI's with its standard deviation over three runs, z-scores, normalised returns."""
+    """Our last tenth, OpenAI's with its standard deviation over three runs, z-scores, normalized returns."""
     lines = ["| game | seeds | ours | OpenAI's PPO (std of 3 runs) | z |", "|" + "---|" * 5]
     normal = []
     for one in sixteen(results):
@@ -357,7 +357,7 @@ def sixteen_table(results: Path = RESULTS) -> list[str]:
         lines.append(f"| {one['game']} | {len(one['means'])} | {ours} | {theirs} | {z:+.1f} |")
         normal.append([(score - one["low"]) / (one["high"] - one["low"]) for score in (mean, one["theirs"])])
     ours, theirs = (statistics.mean(column) for column in zip(*normal, strict=True))
-    games = f"mean normalised return, {len(normal)} games"
+    games = f"mean normalized return, {len(normal)} games"
     return [*lines, f"| **{games}** | | {ours:.3f} | {theirs:.3f} | |"]
 
 

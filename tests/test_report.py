@@ -82,7 +82,7 @@ def test_sixteen_games(tmp_path):
     assert row == ["starpilot", "2", "8.00, 7.80", "8.06 (0.39)", f"{(7.9 - published) / deviation:+.1f}"]
     (mean,) = rows(text, "**mean")
     ours = ((7.9 - 2.5) / 61.5 + (7.5 - 5) / 5) / 2
-    assert mean[0] == "**mean normalised return, 2 games**" and mean[2] == f"{ours:.3f}"
+    assert mean[0] == "**mean normalized return, 2 games**" and mean[2] == f"{ours:.3f}"
 
 
 def test_line_numbers_follow_the_code(monkeypatch, tmp_path):

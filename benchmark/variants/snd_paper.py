@@ -126,13 +126,12 @@ def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
 learn_snd_v = script.learn_snd
 
 
-def learn_snd(snd, optimizer, batch: dict, minibatches, args: Args) -> dict:
+def learn_snd(snd, optimizer, batch: dict, minibatches, micro_batch: int, args: Args) -> dict:
     """Train predictor and target in one ordered pass over the rollout -> means over minibatches."""
     device = batch["obs"].device
     minibatches = torch.arange(len(batch["action"]), device=device).split(args.minibatch_size)
     if args.target == "v":
-        return learn_snd_v(snd, optimizer, batch, minibatches, args)
-    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
+        return learn_snd_v(snd, optimizer, batch, minibatches, micro_batch, args)
     frames = batch["obs"][:, -1:]  # frame i + num_envs comes after frame i
     share = args.predictor_share or min(1, 32 / (args.num_envs * script.WORLD))
     sums = defaultdict(float)
