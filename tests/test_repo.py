@@ -14,7 +14,7 @@ SIZES = {  # lines and kilobytes: what a file has now; none may grow without bei
     "ppo_procgen": (996, 47.1),
     "impala_procgen": (1075, 51.4),
     "ppo_atari_rnd": (1108, 54.1),
-    "ppo_atari_snd": (1096, 52.6),
+    "ppo_atari_snd": (1098, 52.6),
     "appo_atari": (1201, 58.4),
 }
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
