@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
