@@ -1,5 +1,6 @@
 """The actors of IMPALA and APPO beside the learner, and what becomes of them when a run ends."""
 
+import copy
 import importlib
 import signal
 import subprocess
@@ -120,6 +121,35 @@ def test_a_published_copy_is_never_written_to(script):
     assert torch.equal(acting.weight, before) and not acting.weight.requires_grad
     assert (actors.agent.weight == 7).all()
     actors.tasks[0].put(None)
+
+
+def test_a_step_takes_the_newest_agent(script):
+    """Also in the middle of a rollout: here a new one is published in every environment step."""
+    envs = script.fake()
+    args = script.module.Args(**COMMON | script.half)
+    agent = script.module.Agent(envs.single_observation_space.shape, envs.single_action_space.n, args)
+    agent.version = 0
+    actors = types.SimpleNamespace(agent=agent, stopped=threading.Event())
+    step = envs.step
+
+    def publishing_step(actions):
+        actors.agent = copy.deepcopy(actors.agent)
+        actors.agent.version += 1
+        return step(actions)
+
+    envs.step = publishing_step
+    group = script.module.Group(envs, envs.reset()[0], 0, torch.device("cpu"), head_start=0)
+    versions = script.module.play_rollout(group, actors, 8)["columns"]["version"]
+    assert versions[:, 0].tolist() == list(range(8))
+
+
+def test_every_sgd_step_is_published(script, monkeypatch):
+    """Actors of an overlapping run need not wait for the end of an iteration."""
+    published = []
+    spy_on(monkeypatch, script.module.Actors, "publish", lambda _, actors, agent: published.append(agent.version))
+    script.run([script.fake()], update_epochs=3, sync=True)
+    steps = 3 * (2 if script.module.__name__ == "appo_atari" else 1)  # epochs x minibatches
+    assert published == list(range(steps + 1))
 
 
 def test_an_interrupt_ends_actors_within_a_step(script, monkeypatch):

@@ -311,6 +311,12 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
 N = 4
 
 
+def test_initial_weights():
+    """Orthogonal of gain 1 in all layers, heads included, and zero biases: as in Sample Factory."""
+    parts = ("trunk", "hidden", "policy", "value")
+    conftest.assert_initial(Agent((4, 44, 44), 6, Args()), dict.fromkeys(parts, 1.0))
+
+
 def atari(num_envs=N, stream="training", **changes):
     return appo_atari.make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
 

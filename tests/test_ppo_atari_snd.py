@@ -163,6 +163,41 @@ def test_both_frames_of_a_pair_have_draws_of_their_own(monkeypatch):
     assert (one != other).flatten(1).any(1).float().mean() > 0.6  # all but those that neither draw touched
 
 
+def test_a_row_drawn_twice_is_near(tmp_path, monkeypatch):
+    """With one row in the rollout all pairs are of that row: none is far, whatever was drawn."""
+    fars = []
+    spy_on(monkeypatch, SND, "target_loss", lambda result, snd, frames, others, far: fars.append(far))
+    real = torch.randint
+
+    def one_row(high, size, **options):
+        return torch.full(size, 5, **options) if size == (2, 64) else real(high, size, **options)
+
+    monkeypatch.setattr(torch, "randint", one_row)
+    run(tmp_path, fake(), pairs=64)
+    assert fars and not torch.cat(fars).any()
+
+
+def test_predictor_learns_as_much_as_with_32_environments(tmp_path, monkeypatch):
+    """The default --predictor-share: with 64 environments half of the errors."""
+    shares = []
+    real = torch.rand
+
+    def rand(*size, **options):
+        drawn = real(*size, **options)
+        if size == (64, 8):  # the mask of a minibatch's errors: all below the share are kept
+            shares.append(drawn)
+        return drawn
+
+    losses = []
+    spy_on(monkeypatch, SND, "errors", lambda result, snd, frames: losses.append(result.detach()))
+    monkeypatch.setattr(torch, "rand", rand)
+    envs = Games(random_episodes(64, ends=("terminated", "truncated")), shape=SHAPE)
+    metrics, _ = run(tmp_path, envs, num_envs=64, num_steps=1, minibatch_size=64, lr=(0.0,))
+    (mask,) = [drawn < 0.5 for drawn in shares]
+    expected = (losses[2] * mask).sum() / mask.sum()  # after the first save's errors and the bonus
+    assert metrics["loss/predictor"] == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_bonus_and_training_error_have_one_precision():
     """With bf16 the features' difference is taken in float32: else it would be rounded to 2 or 3 digits."""
     snd, seen = SND((1, 16, 16), Args(snd_features=8, precision="bf16")), {}

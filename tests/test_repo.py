@@ -68,6 +68,14 @@ def test_blocks_of_one_name_are_one_text():
                 assert text == ast.dump(node), f"{node.name} differs between {other}.py and {script}.py"
 
 
+def test_constants_of_one_name_are_equal():
+    """STACKS and GAMES: only one script's copy is played in the tests."""
+    for name in ("STACKS", "GAMES"):
+        values = [re.search(rf"(?ms)^{name} = (.*?)(?<!,)\n(?=\n|@|#|[A-Z])", text) for text in SOURCES.values()]
+        found = {value[1] for value in values if value}
+        assert sum(map(bool, values)) == 2 and len(found) == 1, name
+
+
 def test_flags_of_one_name_are_one_text():
     """The group `# run` of Args, but for what depends on the algorithm."""
     groups = []
