@@ -1,6 +1,6 @@
 """Run a suite of jobs (script x game x seed). It can be stopped at any time; the same command continues.
 
-    python benchmark/run.py --suite smoke                     # every script, seconds each
+    python benchmark/run.py --suite smoke --results smoke     # every script, two minutes in all
     python benchmark/run.py --suite cpu --results again --max-minutes 60  # stop after an hour
     python benchmark/run.py --suite two_cores --results again --only ppo_procgen-openai
     python benchmark/run.py --suite gpu --only bigfish --jobs 4
