@@ -88,7 +88,7 @@ def test_every_metric_is_explained():
             assert f"`{name}`" in text, name
 
 
-ELSEWHERE = """--help --depth --index-url --logdir --python --slow --nnodes --nproc-per-node --standalone
+ELSEWHERE = """--help --depth --group --index-url --logdir --python --slow --nnodes --nproc-per-node --standalone
 --rdzv-backend --rdzv-endpoint --unshallow --torch-threads --env-threads""".split()  # of pip, uv, git, torchrun
 
 
