@@ -66,6 +66,7 @@ class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
     total_timesteps: int = 491_520_000  # total environment steps (4 frames each), in whole rollouts
+    target_return: float = 0  # stop once the last 100 episodes average this much; 0 = off
     seed: int = 1  # on a CPU, the same flags reproduce the same metrics (except time/*)
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
@@ -395,11 +396,12 @@ def sample(logits, generator=None):
         raise FloatingPointError("the policy's logits are not finite") from error
 
 
-def gae(reward, value, terminated, done, gamma: float, lam: float):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
+def gae(reward, value, terminated, done, gamma, lam: float):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N, heads).
 
-    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation. There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N, heads), of the step taken in row t; terminated and done may
+    have a last axis of 1. value: (T + 1, N, heads), of row t's observation. gamma: (heads,).
+    There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -560,6 +562,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N, 2)
     dones = torch.zeros(T, N, 2)
+    gammas = torch.tensor([args.gamma, args.gamma_int])
     coefs = torch.tensor([args.ext_coef, args.int_coef])
 
     run = Run(args, device, step, batch_size)
@@ -643,10 +646,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 valid = torch.ones(N, device=device)  # affects only the memory, unused here
                 _, last_value, _ = agent(rollout["obs"][T], memory, valid)
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
-            advantages = torch.zeros(T, N, 2)
-            for i, gamma in enumerate([args.gamma, args.gamma_int]):
-                head = rewards[..., i], values[..., i], terminations[..., i], dones[..., i]
-                advantages[..., i] = gae(*head, gamma, args.gae_lambda)
+            advantages = gae(rewards, values, terminations, dones, gammas, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = rollout["valid"].cpu().bool()
             value_ext, value_int = values[:T][is_valid].unbind(-1)
@@ -699,12 +699,18 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             step = next_step
             iteration += 1
             recent.extend(returns)
-            if len(recent) == 100 and np.mean(recent) > best:
-                best = float(np.mean(recent))
+            mean_return = float(np.mean(recent)) if len(recent) == 100 else -math.inf
+            if mean_return > best:
+                best = mean_return
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
+            if args.target_return:  # the mean over ranks, so that they stop together
+                mean_return = mean_over_ranks(torch.tensor(mean_return, device=device)).item()
+                is_last |= mean_return >= args.target_return
             if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 save("checkpoint.pt")
+            if is_last:
+                break
         result = metrics | {"step": step, "agent": agent, "run": str(run.folder)}
         if args.eval_episodes and RANK == 0:
             run.say(f"trained to step {step:,}, evaluating")

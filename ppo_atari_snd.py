@@ -218,6 +218,7 @@ def stream_seed(seed: int, stream: str) -> int:
 # width, kernel, stride and padding of each convolution
 POLICY_CONVS = [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)]
 SND_CONVS = [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)]
+TILES = [1, 2, 4, 8, 12, 16]  # sides of the squares that `augment` masks, in pixels
 
 
 def layer(module, gain: float = 2**0.5):
@@ -251,6 +252,9 @@ class Agent(nn.Module):
         self.hidden_value = layer(nn.Linear(512, 512), 0.1)
         self.policy = layer(nn.Linear(512, num_actions), 0.01)
         self.value = layer(nn.Linear(512, 2), 0.01)
+        # Of the value heads: discounts, and weights of their advantages
+        self.gammas = torch.tensor([args.gamma, args.gamma_int])
+        self.coefs = torch.tensor([args.ext_coef, args.int_coef])
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
@@ -302,6 +306,8 @@ class SND(nn.Module):
     def __init__(self, frame_shape: tuple[int, int, int], args: Args):
         super().__init__()
         self.bf16 = args.precision == "bf16"
+        self.eta = args.eta
+        self.int_clip = args.int_clip or math.inf
         self.frames = RunningMoments(frame_shape, count=1e-4, variance=1, epsilon=0)
         features = args.snd_features
         self.target = conv_layers(frame_shape[0], SND_CONVS, nn.ELU)
@@ -328,6 +334,14 @@ class SND(nn.Module):
             predicted = self.predictor(x)
         return (predicted.float() - features.float()).square()
 
+    @torch.no_grad()
+    def bonus(self, rollout: dict, micro_batch: int):
+        """Mean errors (T, N) of the rollout's frames, and the bonus of each row (T, N, 1)."""
+        frames = rollout["obs"][:-1, :, -1:]  # not the observation after the last row
+        pieces = frames.flatten(0, 1).split(micro_batch)
+        errors = torch.cat([self.errors(piece).mean(1) for piece in pieces]).view(frames.shape[:2])
+        return errors, (self.eta * errors).clamp(max=self.int_clip)[..., None]
+
     def target_loss(self, frames, others, far):
         """The contrastive loss of pairs (frames[i], others[i]); far (B,): not the same row."""
         a = augment(self.preprocess(frames))
@@ -351,11 +365,12 @@ def sample(logits, generator=None):
         raise FloatingPointError("the policy's logits are not finite") from error
 
 
-def gae(reward, value, terminated, done, gamma: float, lam: float):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
+def gae(reward, value, terminated, done, gamma, lam: float):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N, heads).
 
-    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation. There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N, heads), of the step taken in row t; terminated and done may
+    have a last axis of 1. value: (T + 1, N, heads), of row t's observation. gamma: (heads,).
+    There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -408,7 +423,7 @@ def augment(x):
     Masking sets each tile to 0 with probability 0.1. All frames have one random tile size.
     """
     batch_size, _, height, width = x.shape
-    tile = [1, 2, 4, 8, 12, 16][torch.randint(6, ()).item()]
+    tile = TILES[torch.randint(len(TILES), ()).item()]
     tiles = (batch_size, 1, math.ceil(height / tile), math.ceil(width / tile))
     hidden = torch.rand(tiles, device=x.device) < 0.1
     hidden = hidden.repeat_interleave(tile, 2).repeat_interleave(tile, 3)[..., :height, :width]
@@ -447,7 +462,7 @@ def learn(
     logp, value, advantage, target.
     """
     device = batch["obs"].device
-    in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
+    in_use = (agent.coefs > 0).to(device)  # value heads
     sums = defaultdict(float)
     for index in minibatches:
         minibatch = {name: column[index] for name, column in batch.items()}
@@ -556,13 +571,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         "valid": torch.zeros(T, N, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
-        "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
+        "value": torch.zeros(T, N, len(agent.coefs), device=device),  # of the game, of the bonus
     }
     # On the CPU, where GAE runs. Last axis: game, bonus. An end cuts both returns.
-    rewards = torch.zeros(T, N, 2)
-    terminations = torch.zeros(T, N)
-    dones = torch.zeros(T, N)
-    coefs = torch.tensor([args.ext_coef, args.int_coef])
+    rewards = torch.zeros(T, N, len(agent.coefs))
+    terminations = torch.zeros(T, N, 1)
+    dones = torch.zeros(T, N, 1)
 
     run = Run(args, device, step, batch_size)
     iteration = saved["iteration"]
@@ -616,8 +630,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 env_s += time.perf_counter() - before
                 done = (terminated | truncated).astype(bool)
                 rewards[t, :, 0] = torch.as_tensor(reward)
-                terminations[t] = torch.as_tensor(terminated.astype(bool))
-                dones[t] = torch.as_tensor(done)
+                terminations[t, :, 0] = torch.as_tensor(terminated.astype(bool))
+                dones[t, :, 0] = torch.as_tensor(done)
                 _, ended_returns, ended_lengths = ended_episodes(envs, info)
                 returns += ended_returns
                 lengths += ended_lengths
@@ -625,29 +639,22 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             rollout["obs"][T] = torch.from_numpy(obs)
 
             # Bonus of o_t under the frame statistics so far, which then take in this rollout
-            frames = rollout["obs"][:T, :, -1:]
-            pieces = frames.flatten(0, 1).split(micro_batch)
-            with torch.no_grad():
-                errors = [snd.errors(piece).mean(1) for piece in pieces]
-            raw_bonus = torch.cat(errors).view(T, N)
-            rewards[..., 1] = (args.eta * raw_bonus).clamp(max=args.int_clip or math.inf)
-            snd.frames.update(frames.flatten(0, 1))
+            errors, bonus = snd.bonus(rollout, micro_batch)
+            rewards[..., 1:] = bonus
+            snd.frames.update(rollout["obs"][:T, :, -1:].flatten(0, 1))
 
             # Advantages. The row after an end shows the episode's last observation, from whose
             # value a truncated episode bootstraps.
             with torch.no_grad():
                 _, last_value = agent(rollout["obs"][T])
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
-            advantages = torch.zeros(T, N, 2)
-            for i, gamma in enumerate([args.gamma, args.gamma_int]):
-                head = rewards[..., i], values[..., i], terminations, dones
-                advantages[..., i] = gae(*head, gamma, args.gae_lambda)
+            advantages = gae(rewards, values, terminations, dones, agent.gammas, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = rollout["valid"].cpu().bool()
-            value_ext, value_int = values[:T][is_valid].unbind(-1)
-            target_ext, target_int = targets[is_valid].unbind(-1)
+            valid_values = values[:T][is_valid].T  # (heads, rows)
+            valid_targets = targets[is_valid].T
             columns = rollout | {"target": targets.to(device)}
-            columns["advantage"] = (advantages * coefs).sum(-1).to(device)
+            columns["advantage"] = (advantages * agent.coefs).sum(-1).to(device)
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             acted = time.perf_counter()
 
@@ -673,14 +680,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "episode/rooms_ever": rooms_ever.sum() or None,
                 "eval/return": None,
                 **means,
-                "train/explained_variance": explained_variance(value_ext, target_ext),
+                "train/explained_variance": explained_variance(valid_values[0], valid_targets[0]),
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
                 "train/valid_frac": is_valid.float().mean().item(),
-                "int/reward_raw": raw_bonus.mean().item(),
+                "int/reward_raw": errors.mean().item(),
                 "int/reward": rewards[..., 1].mean().item(),
-                "int/return_std": target_int.std().item(),
-                "int/explained_variance": explained_variance(value_int, target_int),
+                "int/return_std": valid_targets[1].std().item(),
+                "int/explained_variance": explained_variance(valid_values[1], valid_targets[1]),
                 "time/sps": batch_size / (learned - start),
                 "time/env_s": env_s,
                 "time/policy_s": acted - start - env_s,

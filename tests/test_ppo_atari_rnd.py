@@ -318,6 +318,20 @@ def test_resumed_run_continues_its_statistics(tmp_path, monkeypatch):
     assert not resumed[0].any() and torch.equal(resumed[1], discounted)
 
 
+def test_training_ends_at_the_target_return(tmp_path):
+    """When the last 100 episodes average it, not before there are 100; it is saved and evaluated as usual."""
+    # Episodes 0 to 24 of each of the 4 environments return 1, 25 to 49 return 3, the next ones 9.
+    episodes = [([x, 0.0, 0.0], "terminated") for x in 25 * [1.0] + 25 * [3.0] + 99 * [9.0]]
+    steps = {}
+    for target in (0, 1, 2, 3.5):
+        envs = Games([episodes] * N, shape=SHAPE)
+        changes = dict(target_return=target, num_steps=4, warmup_steps=0)  # an iteration is one episode of each
+        metrics, saved = run(tmp_path, envs, 100, f"target {target}", **changes)
+        assert saved["step"] == metrics["step"]
+        steps[target] = metrics["step"] // 16
+    assert steps == {0: 100, 1: 25, 2: 38, 3.5: 53}
+
+
 def test_what_is_refused(tmp_path):
     changes = [dict(minibatch_size=4), dict(minibatch_size=24)]  # no whole environments; no divisor of 32 rows
     changes += [dict(compile=True, memory="gru"), dict(num_envs=0), dict(warmup_steps=-1), dict(eval_every=9)]
@@ -325,7 +339,13 @@ def test_what_is_refused(tmp_path):
     changes += [dict(max_episode_steps=0), dict(max_episode_steps=2**31), dict(noop_max=0), dict(noop_max=100000)]
     changes += [dict(stack=0), dict(stack=65), dict(ext_coef=-1), dict(int_coef=-1), dict(rnd_features=0)]
     changes += [dict(gamma=1.5), dict(gamma_int=1.5), dict(gae_lambda=2), dict(frame_size=90), dict(memory="lstm")]
-    changes += [dict(bonus_after=-1), dict(clip=-1), dict(vf_coef=np.nan), dict(int_coef=np.inf)]
+    changes += [
+        dict(bonus_after=-1),
+        dict(target_return=-1),
+        dict(clip=-1),
+        dict(vf_coef=np.nan),
+        dict(int_coef=np.inf),
+    ]
     for change in changes:
         with pytest.raises(UsageError, match="--" + next(iter(change)).replace("_", "-")):
             run(tmp_path, fake(), **change)
