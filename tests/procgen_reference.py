@@ -17,7 +17,9 @@ import numpy as np
 
 GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
 maze miner ninja plunder starpilot""".split()
+EXPLORATION = "caveflyer climber coinrun heist jumper leaper maze ninja".split()  # games that have this mode
 SETTINGS = list(itertools.product(GAMES, ("easy", "hard"), (0, 200)))
+SETTINGS += [(game, "exploration", 0) for game in EXPLORATION]
 RAND_SEED = 430174204  # ppo_procgen.stream_seed(1, "training")
 NUM_ENVS, NUM_STEPS = 8, 300
 ACTIONS = np.random.RandomState(0).randint(15, size=(NUM_STEPS, NUM_ENVS))
@@ -31,7 +33,9 @@ def play(game: str, mode: str, num_levels: int):
     """Rewards (T, N), ends (T, N), frames (T + 1, N, 64, 64, 3)."""
     from procgen import ProcgenGym3Env
 
-    options = dict(distribution_mode=mode, num_levels=num_levels, start_level=0, rand_seed=RAND_SEED)
+    options = dict(distribution_mode=mode, rand_seed=RAND_SEED)
+    if mode != "exploration":  # it has a level of its own
+        options |= dict(num_levels=num_levels, start_level=0)
     env = ProcgenGym3Env(num=NUM_ENVS, env_name=game, num_threads=1, **options)
     rewards, ends, frames = [], [], [env.observe()[1]["rgb"]]
     for action in ACTIONS:

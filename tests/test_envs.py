@@ -1,6 +1,8 @@
 """The fake env and the real ones obey the same contract, so that what is tested on the fake holds on the real."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -92,9 +94,17 @@ def test_procgen_time_limit():
     assert info["episode"]["l"].tolist() == [500, 500]
 
 
+def exploration_levels():
+    """LEVELS of snd_procgen.py, which would change the scripts if it was imported."""
+    text = (ROOT / "benchmark" / "variants" / "snd_procgen.py").read_text()
+    return ast.literal_eval(re.search(r"(?s)^LEVELS = ({.*?^})", text, re.M)[1])
+
+
 def played(game, mode, num_levels):
     """Rewards (T, N), ends (T, N), frames (T + 1, N, 64, 64, 3) of the script's environments."""
     options = dict(env_id=game, distribution_mode=mode, num_levels=num_levels, stack="none", threads=1)
+    if mode == "exploration":  # as benchmark/variants/snd_procgen.py makes it
+        options |= dict(distribution_mode="hard", num_levels=1, start_level=exploration_levels()[game])
     envs = ppo_procgen.make_envs(ppo_procgen.Args(**options), procgen_reference.NUM_ENVS, "training")
     rewards, ends, frames = [], [], [envs.reset()[0]]
     for action in procgen_reference.ACTIONS:

@@ -28,6 +28,8 @@ OWN = {
     "procgen_shaped": LEAPER,
     "snd_procgen": f"--env-id jumper --snd-features 8 {BONUS}",
     "snd_paper": f"--env-id Breakout --target std --snd-features 8 --max-episode-steps 30 {BONUS}",
+    "snd_entropy": f"--env-id Breakout --snd-features 8 --episodic-steps 5 --max-episode-steps 30 {BONUS}",
+    "rnd_dnc": f"--env-id Breakout --dnc 4 3 2 --rnd-features 8 --max-episode-steps 30 {BONUS}",
     "snd_breakout": f"--env-id Breakout --snd-features 8 --max-episode-steps 30 {BONUS}",
     "rnd_michalnand": f"--config ppo_rnd_b2 --snd-features 8 --max-episode-steps 30 {BONUS}",
 }
@@ -182,16 +184,20 @@ def test_exploration_envs_reset_in_the_next_step(variant):
     first = [([3.0, -2.0, 5.0], "truncated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")]
     games = FakeVecEnv([first, [([1.0] * 9, "terminated")]], SAME_STEP, num_actions=15, shape=(6, 64, 64))
     envs = module.ExplorationEnvs(games, 0, seed=1)
-    envs.reset()
-    rows = []
+    older, newest = module.unpack(torch.from_numpy(envs.reset()[0]))[1].split(3)
+    assert newest.any() and not older.any()
+    rows, alone = [], []
     for _ in range(6):
         obs, reward, terminated, truncated, _ = envs.step(np.full(2, 9))
-        _, game, step = module.unpack(torch.from_numpy(obs))[0, 0, 0, :3].tolist()
+        older, newest = module.unpack(torch.from_numpy(obs))[0].split(3)
+        alone.append(not older.any())
+        _, game, step = newest[0, 0, :3].tolist()
         assert not truncated.any()
         rows.append((game, step, reward[0], terminated[0]))
     expected = [(0, 1, 3, False), (0, 2, -2, False), (0, 2, 5, True), (2, 0, 0, False)]
     assert rows == [*expected, (2, 1, 0, False), (2, 1, 2, True)]  # game 1 was over in its no-op
     assert [actions.tolist() for actions in games.actions] == [[9, 9]] * 3 + [[4, 9], [9, 9], [9, 9]]
+    assert alone == [False, False, False, True, False, False]  # episode 2's first row has one frame and zeros
     envs.random_action = 1
     for _ in range(60):
         envs.step(np.full(2, 9))
@@ -203,7 +209,9 @@ def test_snd_sees_the_colours_of_the_newest_frame(variant):
     module = variant("snd_procgen")
     frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
     envs = module.ExplorationEnvs(FakeVecEnv(random_episodes(3), SAME_STEP, shape=(6, 64, 64)), 0, seed=1)
+    envs.steps = np.array([0, 1, 9])
     packed = torch.from_numpy(envs.pack(frames))
+    frames[0, :3] = 0  # before an episode's first frame
     assert (module.unpack(packed).numpy() == frames).all()
     args = module.Args(snd_features=8)
     agent, snd = module.Agent((2, 128, 128), 15, args), module.SND((1, 128, 128), args)
@@ -290,6 +298,122 @@ def test_bonus_of_michalnand(variant):
         np.testing.assert_allclose(after, mean_error / divisor, rtol=0.02)
     last = torch.cat([rnd.target[9].weight, rnd.predictor[9].weight]).detach()  # of rnd_1
     np.testing.assert_allclose(last @ last.T, 2 * np.eye(1024), atol=1e-3)
+
+
+def test_spread_within_an_episode_is_the_second_bonus(variant):
+    """NumPy's, of the last three observations; an episode's first one stands in for those before it."""
+    module = variant("snd_entropy")
+    args = module.Args(snd_features=8, num_envs=2, episodic_steps=3, eta=0.1, eta_episodic=2.0, int_clip=50)
+    snd = module.SND((1, 32, 32), args)
+    obs = torch.randint(256, (8, 2, 4, 32, 32), dtype=torch.uint8)
+    valid = torch.ones(7, 2)
+    valid[2, 0] = 0  # environment 0: row 2 shows the last observation of an episode
+    parts = [snd.bonus({"obs": obs[:4], "valid": valid[:3]}, 4), snd.bonus({"obs": obs[3:], "valid": valid[3:]}, 5)]
+    errors, bonus = map(torch.cat, zip(*parts, strict=True))
+    with torch.no_grad():
+        x = obs[:7, :, -1:].flatten(0, 1).float() / 255
+        features = snd.encoder(x).view(7, 2, 256).numpy()
+        frames = obs[:7, :, -1:].flatten(0, 1)
+        np.testing.assert_allclose(errors.flatten(), snd.errors(frames).mean(1), rtol=1e-4)
+    np.testing.assert_allclose(bonus[..., 0], 0.1 * errors, rtol=1e-5)
+    for env, row in np.ndindex(2, 7):
+        start = 3 if env == 0 and row >= 3 else 0
+        window = features[[max(i, start) for i in (row - 2, row - 1, row)], env]
+        expected = 2 * np.std(window, 0, ddof=1).mean()
+        np.testing.assert_allclose(bonus[row, env, 1], expected, rtol=1e-3, atol=1e-6)
+        assert (expected < 1e-5) == (row == start)
+    snd.int_clip = 1e-3
+    clipped = snd.bonus({"obs": obs[3:], "valid": valid[3:]}, 5)[1]
+    assert clipped.flatten(0, 1).amax(0).tolist() == pytest.approx([1e-3, 1e-3])
+    with pytest.raises(module.script.UsageError, match="--episodic-steps 1"):
+        module.check(module.Args(episodic_steps=1))
+
+
+def test_the_encoder_learns_as_the_target(variant, monkeypatch):
+    """Its loss is SND-V's for pixels / 255; the policy has three value heads, each with discount and weight."""
+    module = variant("snd_entropy")
+    monkeypatch.setattr(module.script, "augment", lambda x: x)
+    args = module.Args(snd_features=8, num_envs=2, gamma_episodic=0.5, episodic_coef=7)
+    snd = module.SND((1, 32, 32), args)
+    one, other = torch.randint(256, (2, 6, 1, 32, 32), dtype=torch.uint8)
+    far = torch.tensor([0.0, 1, 1, 0, 1, 0])
+    with torch.no_grad():
+        pairs = [(snd.target(snd.preprocess(one)), snd.target(snd.preprocess(other)))]
+        pairs += [(snd.encoder(one / 255), snd.encoder(other / 255))]
+        expected = sum((far - (a - b).square().mean(1)).square().mean() for a, b in pairs)  # no feature is large
+    assert snd.target_loss(one, other, far).item() == pytest.approx(expected.item(), rel=1e-4)
+    agent = module.Agent((4, 32, 32), 5, args)
+    assert agent(torch.zeros(2, 4, 32, 32, dtype=torch.uint8))[1].shape == (2, 3)
+    np.testing.assert_allclose([*agent.gammas, *agent.coefs], [0.998, 0.99, 0.5, 2, 1, 7])
+
+
+def plain_dnc(dnc, x, state):
+    """A step of one environment in NumPy, slot by slot (Graves et al. 2016, Methods)."""
+    w = {name: weight.detach().double().numpy() for name, weight in dnc.named_parameters()}
+    hidden, cell, memory, usage, precedence, links, write, reads, last = state
+    R, N = reads.shape
+
+    def sigmoid(z):
+        return 1 / (1 + np.exp(-z))
+
+    def content(key, strength):
+        norms = np.linalg.norm(memory, axis=1) * np.linalg.norm(key)
+        scores = np.exp(
+            (1 + np.log1p(np.exp(strength))) * np.divide(memory @ key, norms, out=norms * 0, where=norms > 0)
+        )
+        return scores / scores.sum()
+
+    gates = w["controller.weight_ih"] @ np.concatenate([x, last.ravel()]) + w["controller.bias_ih"]
+    i, f, g, o = np.split(gates + w["controller.weight_hh"] @ hidden + w["controller.bias_hh"], 4)
+    cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(g)
+    hidden = sigmoid(o) * np.tanh(cell)
+    parts = np.split(w["interface.weight"] @ hidden + w["interface.bias"], np.cumsum(dnc.parts)[:-1])
+    keys, strengths, free, modes, key, strength, erase, vector, allocation_gate, write_gate = parts
+    usage = np.array(
+        [
+            (usage[n] + write[n] - usage[n] * write[n])
+            * np.prod([1 - sigmoid(free[r]) * reads[r, n] for r in range(R)])
+            for n in range(N)
+        ]
+    )
+    allocation, product = np.zeros(N), 1.0
+    for n in np.argsort(usage, kind="stable"):
+        allocation[n] = (1 - usage[n]) * product
+        product *= usage[n]
+    a, similar = sigmoid(allocation_gate), content(key, strength[0])
+    write = sigmoid(write_gate) * (a * allocation + (1 - a) * similar)
+    memory = memory * (1 - np.outer(write, sigmoid(erase))) + np.outer(write, vector)
+    new = np.zeros((N, N))
+    for n, m in np.ndindex(N, N):
+        if n != m:
+            new[n, m] = (1 - write[n] - write[m]) * links[n, m] + write[n] * precedence[m]
+    precedence = (1 - write.sum()) * precedence + write
+    for r in range(R):
+        mode = np.exp(modes.reshape(R, 3)[r])
+        backward, forward = new.T @ reads[r], new @ reads[r]
+        similar = content(keys.reshape(R, -1)[r], strengths[r])
+        reads[r] = (mode[0] * backward + mode[1] * similar + mode[2] * forward) / mode.sum()
+    last = reads @ memory
+    output = w["output.weight"] @ np.concatenate([hidden, last.ravel()]) + w["output.bias"]
+    return output, [hidden, cell, memory, usage, precedence, new, write, reads, last]
+
+
+def test_dnc_equals_its_equations(variant):
+    """Eight steps in float64, with weights large enough that every gate and mode matters; an end empties it."""
+    module = variant("rnd_dnc")
+    torch.manual_seed(0)
+    dnc = module.DNC(3, 5, 4, 3, 2).double()
+    for weight in dnc.parameters():
+        torch.nn.init.normal_(weight, std=0.7)
+    x, state = torch.randn(8, 1, 3, dtype=torch.float64), torch.zeros(1, dnc.size, dtype=torch.float64)
+    plain = [np.zeros(shape) for shape in dnc.shapes]
+    for t in range(8):
+        output, state = dnc(x[t], state)
+        expected, plain = plain_dnc(dnc, x[t, 0].numpy(), plain)
+        np.testing.assert_allclose(output[0].detach(), expected, rtol=1e-9, atol=1e-9)
+        flat = np.concatenate([part.ravel() for part in plain])
+        np.testing.assert_allclose(state[0].detach(), flat, rtol=1e-9, atol=1e-9)
+        state = state.detach()
 
 
 def weights(run):

@@ -42,23 +42,27 @@ class Args(script.Args):
 
 
 class SND(script.SND):
+    target_convs = predictor_convs = script.POLICY_CONVS  # of SND-STD and SND-VIC
+
     def __init__(self, frame_shape: tuple[int, int, int], args: Args):
         super().__init__(frame_shape, args)
         self.kind = args.target
         if self.kind == "v":
             return
         target_gain, predictor_gain = GAINS[self.kind]
-        self.target = self.wider(self.target, frame_shape, target_gain)
-        self.predictor = self.wider(self.predictor, frame_shape, predictor_gain)
+        self.target = self.wider(self.target, self.target_convs, frame_shape, target_gain)
+        self.predictor = self.wider(
+            self.predictor, self.predictor_convs, frame_shape, predictor_gain
+        )
         if self.kind == "std":
             depth = self.target[4].out_channels  # of the third convolution
             self.whole = nn.Linear(args.snd_features, depth)
             self.local = nn.Linear(depth, depth)
         self.to(memory_format=torch.channels_last)
 
-    def wider(self, network, frame_shape: tuple[int, int, int], gain: float) -> nn.Sequential:
-        """Replace the convolutions by the policy's, with ReLU, and the linear layer after them."""
-        convs = script.conv_layers(frame_shape[0], script.POLICY_CONVS, nn.ReLU)
+    def wider(self, network, convs: list, frame_shape: tuple[int, int, int], gain: float):
+        """Replace the convolutions by these, with ReLU, and the linear layer after them."""
+        convs = script.conv_layers(frame_shape[0], convs, nn.ReLU)
         width = convs(torch.zeros(1, *frame_shape)).shape[1]
         linear = script.layer(nn.Linear(width, network[9].out_features))
         network = nn.Sequential(*convs, linear, *network[10:])

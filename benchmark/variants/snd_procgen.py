@@ -1,12 +1,14 @@
-"""ppo_atari_snd.py on Procgen's exploration mode: one hard level of a game, sparse rewards.
+r"""snd_paper.py on Procgen's exploration levels, one hard level of a game with sparse rewards.
 
-    python benchmark/variants/snd_procgen.py --env-id coinrun
+    python benchmark/variants/snd_procgen.py --env-id coinrun                              # SND-V
+    python benchmark/variants/snd_procgen.py --env-id jumper --target std --predictor-share 1 \
+        --eta 1
+    python benchmark/variants/snd_procgen.py --env-id coinrun --target vic --predictor-share 1
 
-Source: Pechac et al. 2023, arXiv:2302.11563: 64 x 64 RGB, two frames, one random action in 100,
-unclipped rewards, pixels divided by 255, a narrower last convolution; target and predictor see the
-newest frame. The paper's games are caveflyer, climber, coinrun and jumper. Not measured here;
-michalnand's curves (mean of 3 seeds, at 4M and 8M steps): SND (cnd_1) 7.4 and 9.8 on coinrun, 6.8
-and 9.9 on jumper; PPO and RND 0.
+Source: Pechac et al. 2023, arXiv:2302.11563, the settings of its code: 64 x 64 RGB, two frames, of
+which an episode's first observation has one and zeros; one random action in 100, unclipped rewards,
+a narrower last convolution (not in SND-VIC's predictor); target and predictor see the newest frame.
+Its --eta for SND-STD: coinrun 0.25, caveflyer 0.5, climber and jumper 1; else 0.5. Not measured.
 
 The script takes an observation's last channel for the newest frame. So a frame is packed into one
 channel of twice the width and height, a pixel's colors into a square, and Agent and SND unpack it.
@@ -24,8 +26,11 @@ import numpy as np
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import ppo_atari_snd as script
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import ppo_procgen
+
+import snd_paper
+from snd_paper import script
 
 LEVELS = {  # of the procgen package's exploration mode
     "caveflyer": 1259048185,
@@ -41,11 +46,10 @@ ATARI = "noop_max fire_reset max_episode_steps frame_size repeat_action_probabil
 
 
 @dataclass
-class Args(script.Args):
+class Args(snd_paper.Args):
     env_id: Literal[*LEVELS] = "coinrun"  # Procgen game
     total_timesteps: int = 64_000_000  # total environment steps, rounded down to whole rollouts
     stack: int = 2  # frames per observation
-    warmup_steps: int = 0  # random steps per environment at the start; frame statistics are unused
     random_action: float = 0.01  # probability of a random action, per step
 
 
@@ -61,6 +65,10 @@ class ExplorationEnvs(gym.vector.VectorWrapper):
         self.rng = np.random.default_rng(seed)
 
     def pack(self, obs):
+        """Also set the frames before an episode's first one, which are copies of it, to zero."""
+        num_frames = self.single_observation_space.shape[0]
+        age = np.arange(num_frames)[::-1]  # of each frame
+        obs = obs * (age <= self.steps[:, None]).repeat(3, 1)[..., None, None].astype(np.uint8)
         packed = np.zeros((len(obs), *self.single_observation_space.shape), np.uint8)
         packed[..., 0::2, 0::2] = obs[:, 0::3]
         packed[..., 0::2, 1::2] = obs[:, 1::3]
@@ -70,6 +78,7 @@ class ExplorationEnvs(gym.vector.VectorWrapper):
     def reset(self, **options):
         obs, info = self.env.reset(**options)
         self.done = np.zeros(self.num_envs, bool)
+        self.steps = np.zeros(self.num_envs, int)  # since the episode's first observation
         self.shown = self.pack(obs)
         return self.shown, info
 
@@ -78,6 +87,7 @@ class ExplorationEnvs(gym.vector.VectorWrapper):
         actions = np.where(self.rng.random(self.num_envs) < self.random_action, drawn, actions)
         actions = np.where(self.done, 4, actions)  # the no-op
         obs, reward, terminated, truncated, info = self.env.step(actions)
+        self.steps = np.where(self.done, 0, self.steps + 1)
         reward = np.where(self.done, 0, reward)
         self.done = (terminated | truncated) & ~self.done  # a time limit counts as a termination
         self.shown = np.where(self.done[:, None, None, None], self.shown, self.pack(obs))
@@ -117,8 +127,12 @@ class Agent(script.Agent):
         return super().forward(unpack(obs))
 
 
-class SND(script.SND):
+class SND(snd_paper.SND):
+    target_convs = [*script.POLICY_CONVS[:3], (64, 3, 1, 1)]
+
     def __init__(self, frame_shape: tuple[int, int, int], args: Args):
+        if args.target == "std":
+            self.predictor_convs = self.target_convs
         super().__init__((3, 64, 64), args)
         self.frames = script.RunningMoments(frame_shape, count=1e-4, variance=1, epsilon=1e-12)
 
@@ -129,7 +143,8 @@ class SND(script.SND):
 script.SCRIPT = "snd_procgen"
 script.__doc__ = __doc__
 script.AT_MOST_1 += ["random_action"]
-script.POLICY_CONVS = [*script.POLICY_CONVS[:3], (64, 3, 1, 1)]
+script.POLICY_CONVS = SND.target_convs
+script.TILES = [1, 2, 4, 8, 16]
 script.Args = Args
 script.Agent = Agent
 script.SND = SND
