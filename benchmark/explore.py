@@ -2,6 +2,7 @@
 
     python benchmark/explore.py cells --steps 400000 --json cells.json -- --num-envs 16 --minibatch-size 512
     python benchmark/explore.py novelty --seeds 3 --json novelty.json
+    python benchmark/explore.py novelty --target std --sgd-steps 384 1536 6144 --json std.json  # variants/snd_paper.py
 
 cells: how far ppo_atari_rnd.py gets in Montezuma's Revenge, as the number of distinct cells (room, x / 8, y / 8) that
 the player has been in. What follows `--` goes to the script; compare with `--int-coef 0`. Rows of the file:
@@ -14,13 +15,15 @@ trains target and predictor. Then the bonus is measured on episodes of that scre
 screens to its left and right. There is one mean per episode, so standard errors are over episodes.
 Standardized frames of another screen give a larger bonus even with untrained networks, so the same ratio is measured
 with untrained networks under the same statistics; the difference is due to learning.
-Rows of the file: seed, both means with their standard errors, their ratio, their distance in standard errors, the ratio
-of untrained networks, and by what factor the bonus on the replayed frames has fallen since the first iteration.
+Rows of the file, one per seed and number of SGD steps: both means with their standard errors, their ratio, their
+distance in standard errors, the ratio of untrained networks, and by what factor the bonus on the replayed frames has
+fallen since the first iteration.
 """
 
 import argparse
 import csv
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -141,40 +144,57 @@ def by_game(snd, games):
     return float(np.mean(means)), float(np.std(means, ddof=1) / len(means) ** 0.5), len(means)
 
 
-def measure(seed: int, iterations: int = 12, num_envs: int = 8, folder: str | None = None) -> dict:
-    """Train on the replay, then measure the bonus on both kinds of frames."""
+def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = None):
+    """Train on the replay, and yield a row with the bonus on both kinds of frames after each number of SGD steps."""
     script = ppo_atari_snd
     with tempfile.TemporaryDirectory() as temporary:
-        args = script.Args(env_id="Pitfall", seed=seed, num_envs=num_envs, num_steps=64, minibatch_size=64)
+        args = script.Args(env_id="Pitfall", seed=seed, num_envs=8, num_steps=64, minibatch_size=64)
         args.quiet, args.eval_episodes, args.warmup_steps, args.device = True, 0, 32, "cpu"
         args.run_dir = folder or temporary
         batch_size = args.num_envs * args.num_steps
-        args.run_name, args.total_timesteps = f"snd-{seed}", iterations * batch_size
-        seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
-        script.train(args, lambda args, num_envs, stream: Replay(seen[: len(seen) // 2], num_envs))
+        sgd_steps_per_iteration = args.update_epochs * batch_size // args.minibatch_size
+        if target:  # one pass, whatever --update-epochs
+            args.target, args.predictor_share, args.update_epochs = target, 0.25 if target == "v" else 1, 1
+            sgd_steps_per_iteration = batch_size // args.minibatch_size
+        args.run_name = f"snd-{seed}"
         run = Path(args.run_dir, args.run_name)
-        snd = script.SND((1, 96, 96), args)
-        snd.load_state_dict(torch.load(run / "checkpoint.pt", weights_only=True)["snd"])
-        with open(run / "metrics.csv", newline="") as file:
-            raw = [float(row["int/reward_raw"]) for row in csv.DictReader(file)]
+        seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
+        for steps in sgd_steps:
+            args.total_timesteps = math.ceil(steps / sgd_steps_per_iteration) * batch_size
+            script.train(args, lambda args, num_envs, stream: Replay(seen[: len(seen) // 2], num_envs))
+            args.resume = str(run)
+            done = args.total_timesteps // batch_size * sgd_steps_per_iteration
+            yield dict(target=target or "snd", seed=seed, steps=done) | compare(args, run, seen, unseen)
+
+
+def compare(args, run: Path, seen, unseen) -> dict:
+    """The bonus on both kinds of frames, with the networks of the run and with untrained ones."""
+    script, seed = ppo_atari_snd, args.seed
+    snd = script.SND((1, 96, 96), args)
+    snd.load_state_dict(torch.load(run / "checkpoint.pt", weights_only=True)["snd"])
+    with open(run / "metrics.csv", newline="") as file:
+        raw = [float(row["int/reward_raw"]) for row in csv.DictReader(file)]
     (home, home_error, known), (away, away_error, fresh) = by_game(snd, seen[len(seen) // 2 :]), by_game(snd, unseen)
     torch.manual_seed(seed)
     untrained = script.SND((1, 96, 96), args)
     untrained.frames.load_state_dict(snd.frames.state_dict())
     untrained_ratio = by_game(untrained, unseen)[0] / by_game(untrained, seen[len(seen) // 2 :])[0]
     apart = (away - home) / (home_error**2 + away_error**2) ** 0.5
-    result = dict(target="v", seed=seed, seen=home, seen_error=home_error, seen_games=known, unseen=away)
+    result = dict(seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
-    result |= dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
-    return result | dict(steps=iterations * args.update_epochs * batch_size // args.minibatch_size)
+    return result | dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
 
 
 def novelty(options, command: str):
+    if options.target:
+        sys.path.insert(0, str(ROOT / "benchmark" / "variants"))
+        import snd_paper  # noqa: F401 (it changes ppo_atari_snd)
     found = dict(command=command, git=revision(), rows=[])
     for seed in range(1, options.seeds + 1):
-        found["rows"].append(row := measure(seed))
-        print(json.dumps(row), flush=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        for row in measure(seed, options.target, options.sgd_steps):
+            found["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main(argv=None) -> int:
@@ -188,6 +208,8 @@ def main(argv=None) -> int:
     probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each iteration")
     probe = probes.add_parser("novelty")
     probe.add_argument("--seeds", type=int, default=3)
+    probe.add_argument("--target", choices=["", "v", "std", "vic"], default="", help="of snd_paper.py")
+    probe.add_argument("--sgd-steps", type=int, nargs="+", default=[384], metavar="N", help="in growing order")
     probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each seed")
     options = parser.parse_args(argv[:end])
     if options.json.is_dir():
