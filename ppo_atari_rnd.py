@@ -396,12 +396,11 @@ def sample(logits, generator=None):
         raise FloatingPointError("the policy's logits are not finite") from error
 
 
-def gae(reward, value, terminated, done, gamma, lam: float):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N, heads).
+def gae(reward, value, terminated, done, gamma: float, lam: float):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N, heads), of the step taken in row t; terminated and done may
-    have a last axis of 1. value: (T + 1, N, heads), of row t's observation. gamma: (heads,).
-    There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
+    observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -562,7 +561,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N, 2)
     dones = torch.zeros(T, N, 2)
-    gammas = torch.tensor([args.gamma, args.gamma_int])
     coefs = torch.tensor([args.ext_coef, args.int_coef])
 
     run = Run(args, device, step, batch_size)
@@ -646,7 +644,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 valid = torch.ones(N, device=device)  # affects only the memory, unused here
                 _, last_value, _ = agent(rollout["obs"][T], memory, valid)
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
-            advantages = gae(rewards, values, terminations, dones, gammas, args.gae_lambda)
+            advantages = torch.zeros(T, N, 2)
+            for i, gamma in enumerate([args.gamma, args.gamma_int]):
+                head = rewards[..., i], values[..., i], terminations[..., i], dones[..., i]
+                advantages[..., i] = gae(*head, gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = rollout["valid"].cpu().bool()
             value_ext, value_int = values[:T][is_valid].unbind(-1)
@@ -699,14 +700,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             step = next_step
             iteration += 1
             recent.extend(returns)
-            mean_return = float(np.mean(recent)) if len(recent) == 100 else -math.inf
+            mean_return = np.mean(recent) if len(recent) == 100 else np.float64(-math.inf)
             if mean_return > best:
-                best = mean_return
+                best = float(mean_return)
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
             if args.target_return:  # the mean over ranks, so that they stop together
-                mean_return = mean_over_ranks(torch.tensor(mean_return, device=device)).item()
-                is_last |= mean_return >= args.target_return
+                mean_return = mean_over_ranks(torch.as_tensor(mean_return, device=device))
+                is_last |= mean_return.item() >= args.target_return
             if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 save("checkpoint.pt")
             if is_last:

@@ -253,7 +253,7 @@ class Agent(nn.Module):
         self.policy = layer(nn.Linear(512, num_actions), 0.01)
         self.value = layer(nn.Linear(512, 2), 0.01)
         # Of the value heads: discounts, and weights of their advantages
-        self.gammas = torch.tensor([args.gamma, args.gamma_int])
+        self.gammas = [args.gamma, args.gamma_int]
         self.coefs = torch.tensor([args.ext_coef, args.int_coef])
         self.to(memory_format=torch.channels_last)
 
@@ -365,12 +365,11 @@ def sample(logits, generator=None):
         raise FloatingPointError("the policy's logits are not finite") from error
 
 
-def gae(reward, value, terminated, done, gamma, lam: float):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N, heads).
+def gae(reward, value, terminated, done, gamma: float, lam: float):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N, heads), of the step taken in row t; terminated and done may
-    have a last axis of 1. value: (T + 1, N, heads), of row t's observation. gamma: (heads,).
-    There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
+    observation. There is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -575,8 +574,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     }
     # On the CPU, where GAE runs. Last axis: game, bonus. An end cuts both returns.
     rewards = torch.zeros(T, N, len(agent.coefs))
-    terminations = torch.zeros(T, N, 1)
-    dones = torch.zeros(T, N, 1)
+    terminations = torch.zeros(T, N)
+    dones = torch.zeros(T, N)
 
     run = Run(args, device, step, batch_size)
     iteration = saved["iteration"]
@@ -630,8 +629,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 env_s += time.perf_counter() - before
                 done = (terminated | truncated).astype(bool)
                 rewards[t, :, 0] = torch.as_tensor(reward)
-                terminations[t, :, 0] = torch.as_tensor(terminated.astype(bool))
-                dones[t, :, 0] = torch.as_tensor(done)
+                terminations[t] = torch.as_tensor(terminated.astype(bool))
+                dones[t] = torch.as_tensor(done)
                 _, ended_returns, ended_lengths = ended_episodes(envs, info)
                 returns += ended_returns
                 lengths += ended_lengths
@@ -648,7 +647,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             with torch.no_grad():
                 _, last_value = agent(rollout["obs"][T])
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
-            advantages = gae(rewards, values, terminations, dones, agent.gammas, args.gae_lambda)
+            advantages = torch.zeros_like(rewards)
+            for i, gamma in enumerate(agent.gammas):
+                head = rewards[..., i], values[..., i], terminations, dones
+                advantages[..., i] = gae(*head, gamma, args.gae_lambda)
             targets = advantages + values[:T]
             is_valid = rollout["valid"].cpu().bool()
             valid_values = values[:T][is_valid].T  # (heads, rows)

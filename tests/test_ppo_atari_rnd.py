@@ -320,16 +320,16 @@ def test_resumed_run_continues_its_statistics(tmp_path, monkeypatch):
 
 def test_training_ends_at_the_target_return(tmp_path):
     """When the last 100 episodes average it, not before there are 100; it is saved and evaluated as usual."""
-    # Episodes 0 to 24 of each of the 4 environments return 1, 25 to 49 return 3, the next ones 9.
-    episodes = [([x, 0.0, 0.0], "terminated") for x in 25 * [1.0] + 25 * [3.0] + 99 * [9.0]]
+    # Episodes 0 to 24 of each of the 4 environments return 0.75, 25 to 49 return 3, the next ones 9.
+    episodes = [([x, 0.0, 0.0], "terminated") for x in 25 * [0.75] + 25 * [3.0] + 99 * [9.0]]
     steps = {}
-    for target in (0, 1, 2, 3.5):
+    for target in (0, 0.75, 2, 3.5):
         envs = Games([episodes] * N, shape=SHAPE)
         changes = dict(target_return=target, num_steps=4, warmup_steps=0)  # an iteration is one episode of each
         metrics, saved = run(tmp_path, envs, 100, f"target {target}", **changes)
         assert saved["step"] == metrics["step"]
         steps[target] = metrics["step"] // 16
-    assert steps == {0: 100, 1: 25, 2: 38, 3.5: 53}
+    assert steps == {0: 100, 0.75: 25, 2: 39, 3.5: 53}
 
 
 def test_what_is_refused(tmp_path):

@@ -93,7 +93,7 @@ class Agent(script.Agent):
         self.hidden_value = script.layer(hidden(size, size), critic_gain)
         self.policy = script.layer(nn.Linear(size, num_actions), 0.01)
         self.value = script.layer(nn.Linear(size, 2), 0.01)
-        self.gammas = torch.tensor([args.gamma, args.gamma_int])
+        self.gammas = [args.gamma, args.gamma_int]
         self.coefs = torch.tensor([args.ext_coef, args.int_coef])
         self.to(memory_format=torch.channels_last)
 

@@ -39,7 +39,7 @@ class Agent(script.Agent):
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__(obs_shape, num_actions, args)
         self.value = script.layer(nn.Linear(512, 3), 0.01)
-        self.gammas = torch.tensor([args.gamma, args.gamma_int, args.gamma_episodic])
+        self.gammas = [args.gamma, args.gamma_int, args.gamma_episodic]
         self.coefs = torch.tensor([args.ext_coef, args.int_coef, args.episodic_coef])
 
 
