@@ -39,21 +39,27 @@ class UsageError(ValueError):
 class Film(gym.vector.VectorWrapper):
     """Keeps the newest frame (H, W, channels) of every step of the first environment's first episode."""
 
-    def __init__(self, envs, channels: int):
+    def __init__(self, envs, channels: int, unpack=None):
         super().__init__(envs)
         self.channels = channels
+        self.unpack = unpack  # of a variant that packs its frames
         self.frames = []
         self.over = False
 
+    def show(self, obs):
+        if self.unpack:
+            obs = self.unpack(torch.from_numpy(obs)).numpy()
+        self.frames.append(obs[0, -self.channels :].transpose(1, 2, 0))
+
     def reset(self, **options):
         obs, info = super().reset(**options)
-        self.frames.append(obs[0, -self.channels :].transpose(1, 2, 0))
+        self.show(obs)
         return obs, info
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = super().step(actions)
         if not self.over:
-            self.frames.append(obs[0, -self.channels :].transpose(1, 2, 0))
+            self.show(obs)
         if "episode" in info and info["_episode"][0]:  # a whole game, not a life
             self.over = True
         return obs, reward, terminated, truncated, info
@@ -153,7 +159,8 @@ def evaluate(module, script, args, weights: dict, options) -> tuple[dict, Film |
     for split in [options.split] if options.split else splits:
         envs = make_envs(args, math.ceil(options.episodes / per_env), split)
         if options.video and not film:
-            envs = film = Film(envs, 3 if is_procgen else 1)
+            unpack = getattr(module, "unpack", None)
+            envs = film = Film(envs, 3 if is_procgen or unpack else 1, unpack)
         agent = script.Agent(envs.single_observation_space.shape, envs.single_action_space.n, args).to(device)
         try:
             agent.load_state_dict(weights)

@@ -138,7 +138,7 @@ def record(args, num_envs: int, steps: int, walk: bool, seed: int):
 
 
 def by_game(snd, games):
-    """Mean over episodes of their mean bonus, its standard error, number of episodes."""
+    """Mean over episodes of their mean error (the bonus without scale and clip), its standard error, their number."""
     with torch.no_grad():
         means = [snd.errors(torch.from_numpy(game[:, -1:])).mean().item() for game in games]
     return float(np.mean(means)), float(np.std(means, ddof=1) / len(means) ** 0.5), len(means)
@@ -159,7 +159,7 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
         args.run_name = f"snd-{seed}"
         run = Path(args.run_dir, args.run_name)
         seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
-        for steps in sgd_steps:
+        for steps in sorted(set(sgd_steps)):
             args.total_timesteps = math.ceil(steps / sgd_steps_per_iteration) * batch_size
             script.train(args, lambda args, num_envs, stream: Replay(seen[: len(seen) // 2], num_envs))
             args.resume = str(run)
@@ -209,8 +209,8 @@ def main(argv=None) -> int:
     probe = probes.add_parser("novelty")
     probe.add_argument("--seeds", type=int, default=3)
     probe.add_argument("--target", choices=["", "v", "std", "vic"], default="", help="of snd_paper.py")
-    probe.add_argument("--sgd-steps", type=int, nargs="+", default=[384], metavar="N", help="in growing order")
-    probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each seed")
+    probe.add_argument("--sgd-steps", type=int, nargs="+", default=[384], metavar="N")
+    probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each row")
     options = parser.parse_args(argv[:end])
     if options.json.is_dir():
         parser.error(f"--json {options.json}: is a folder")

@@ -44,6 +44,7 @@ SMALL = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 256 -
 BONUS = "--num-envs 16 --num-steps 128 --minibatch-size 512 --warmup-steps 200"
 TWO_CORES = "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 --num-batches-to-accumulate 1"
 NARROW = "--channels 16 32 32"
+NARROW_1M = f"{NARROW} --total-timesteps 1000000"
 OPENAI = """--num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle --stack none --channels 16 32 32 --pool
 flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
@@ -80,7 +81,7 @@ SUITES = {
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
         ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
         ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
-        ("ppo_procgen:narrow-1m", ["fruitbot", "coinrun", "bossfight"], 1, f"{NARROW} --total-timesteps 1000000"),
+        ("ppo_procgen:narrow-1m", ["fruitbot", "coinrun", "bossfight"], 1, NARROW_1M),
         ("ppo_procgen:narrow-1m-bf16", ["jumper"], 1, f"{NARROW} --precision bf16 --total-timesteps 1000000"),
         ("ppo_procgen:narrow-2m-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16 --total-timesteps 2000000"),
         ("ppo_procgen:narrow-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16"),
@@ -103,6 +104,13 @@ SUITES = {
     "procgen16_1m": [  # compared with OpenAI's curves; about 3 hours each on one core
         ("ppo_procgen:openai", UNMEASURED, 1, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}")
     ],
+    "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 to 3 hours each on one core
+        ("ppo_procgen:norm-reward", ["fruitbot"], 1, f"{NARROW_1M} --norm-reward 0.99"),
+        ("ppo_procgen:discounts", ["fruitbot"], 1, f"{NARROW_1M} --gamma 0.999 --gae-lambda 0.95"),
+        ("ppo_procgen:constant-lr", ["fruitbot"], 1, f"{NARROW_1M} --lr 5e-4"),
+        ("ppo_procgen:input", ["fruitbot"], 1, f"{NARROW_1M} --stack none --pool flatten --input-shift 0"),
+    ],
+    "impala_1m": [("impala_procgen:narrow-1m", ["coinrun", "bigfish"], 1, NARROW_1M)],
     "procgen16": [("ppo_procgen", PROCGEN, 3, ""), ("impala_procgen", PROCGEN, 3, "")],
 }  # fmt: skip
 

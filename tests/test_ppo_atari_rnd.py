@@ -319,7 +319,7 @@ def test_resumed_run_continues_its_statistics(tmp_path, monkeypatch):
 
 
 def test_training_ends_at_the_target_return(tmp_path):
-    """When the last 100 episodes average it, not before there are 100; it is saved and evaluated as usual."""
+    """When the last 100 episodes average it, not before there are 100; it is saved as usual."""
     # Episodes 0 to 24 of each of the 4 environments return 0.75, 25 to 49 return 3, the next ones 9.
     episodes = [([x, 0.0, 0.0], "terminated") for x in 25 * [0.75] + 25 * [3.0] + 99 * [9.0]]
     steps = {}

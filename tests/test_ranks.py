@@ -23,7 +23,7 @@ GROUPS = dict(num_groups=1, sync=True)
 CASES = {
     "ppo_procgen": dict(channels=(4, 4, 4), norm_reward=0.99, norm_adv="minibatch"),
     "impala_procgen": dict(channels=(4, 4, 4), **GROUPS),
-    "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=1),
+    "ppo_atari_rnd": dict(rnd_features=4, warmup_steps=2, predictor_share=1, target_return=1e9),
     "ppo_atari_snd": dict(snd_features=4, warmup_steps=2, predictor_share=1),
     "appo_atari": dict(num_minibatches=1, **GROUPS),
 }

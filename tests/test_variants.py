@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, SAME_STEP, FakeVecEnv, plain_deviation, random_episodes, timeless
+from conftest import ROOT, SAME_STEP, FakeVecEnv, giving, plain_deviation, random_episodes, rows, timeless
 
 FOLDER = ROOT / "benchmark" / "variants"
 STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
@@ -26,7 +26,7 @@ OWN = {
     "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
     "procgen_rnd": LEAPER,
     "procgen_shaped": LEAPER,
-    "snd_procgen": f"--env-id jumper --snd-features 8 {BONUS}",
+    "snd_procgen": "--env-id jumper --target vic --snd-features 8 --update-epochs 1",
     "snd_paper": f"--env-id Breakout --target std --snd-features 8 --max-episode-steps 30 {BONUS}",
     "snd_entropy": f"--env-id Breakout --snd-features 8 --episodic-steps 5 --max-episode-steps 30 {BONUS}",
     "rnd_dnc": f"--env-id Breakout --dnc 4 3 2 --rnd-features 8 --max-episode-steps 30 {BONUS}",
@@ -204,11 +204,17 @@ def test_exploration_envs_reset_in_the_next_step(variant):
     assert len(np.unique(games.actions)) == 15
 
 
-def test_snd_sees_the_colours_of_the_newest_frame(variant):
+def test_snd_sees_the_colours_of_the_newest_frame(variant, monkeypatch):
     """Packing loses nothing. The policy sees two frames, SND the last; both have the layers of the paper's SND-V."""
     module = variant("snd_procgen")
     frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
-    envs = module.ExplorationEnvs(FakeVecEnv(random_episodes(3), SAME_STEP, shape=(6, 64, 64)), 0, seed=1)
+    games = FakeVecEnv(random_episodes(3), SAME_STEP, shape=(6, 64, 64), learn=True)
+    envs = module.ExplorationEnvs(games, 0, seed=1)
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    film = importlib.import_module("evaluate").Film(envs, 3, module.unpack)
+    film.reset()
+    film.step(np.zeros(3, int))
+    assert (film.frames == np.stack(games.seen)[:2, 0, 3:].transpose(0, 2, 3, 1)).all()
     envs.steps = np.array([0, 1, 9])
     packed = torch.from_numpy(envs.pack(frames))
     frames[0, :3] = 0  # before an episode's first frame
@@ -223,6 +229,17 @@ def test_snd_sees_the_colours_of_the_newest_frame(variant):
     snd.frames.update(packed[:, -1:])  # as the script does in every iteration
     with pytest.raises(module.script.UsageError, match="--noop-max"):
         module.make_envs(module.Args(noop_max=5), 1, "game")
+
+
+def test_convolutions_and_tiles_of_the_paper_on_procgen(variant):
+    """64 channels in the last convolution, 128 in SND-VIC's predictor; tiles that divide 64 pixels."""
+    module = variant("snd_procgen")
+    for target, expected in dict(v=(64, 64), std=(64, 64), vic=(64, 128)).items():
+        snd = module.SND((1, 128, 128), module.Args(snd_features=8, target=target))
+        assert (snd.target[6].out_channels, snd.predictor[6].out_channels) == expected
+        frames = torch.randint(256, (2, 1, 128, 128), dtype=torch.uint8)
+        assert snd.errors(frames).shape == (2, 8)
+    assert module.script.TILES == [1, 2, 4, 8, 16] and module.script.POLICY_CONVS[3][0] == 64
 
 
 def test_pixelated_frames(variant, monkeypatch):
@@ -272,30 +289,28 @@ def test_policies_of_michalnand(variant, config):
 def test_bonus_of_michalnand(variant):
     """Half the sum of squared errors of frames less their mean; b2: divided by its std; rnd_1: coupled weights."""
     module = variant("rnd_michalnand")
-    rollout = torch.randint(256, (3, 8, 1, 32, 32), dtype=torch.uint8)  # 3 steps of 8 environments
+    rollout = torch.randint(
+        256, (4, 8, 3, 32, 32), dtype=torch.uint8
+    )  # 3 steps of 8 environments, one observation more
+    frames = rollout[:3, :, -1:].flatten(0, 1)
     for config in ("ppo_rnd_b0", "ppo_rnd_b2", "rnd_1"):
         torch.manual_seed(1)
-        args = module.Args(config=config, num_steps=3, num_envs=8)
-        rnd = module.RND((1, 32, 32), args)
-        rnd.frames.update(rollout[0])
+        rnd = module.RND((1, 32, 32), module.Args(config=config, int_clip=0))
+        rnd.frames.update(frames[:8])
         with torch.no_grad():
-            rnd.errors(rollout[2])  # by `save`: no part of the statistics
-            rnd.frames.update(rollout[0])  # nor is a warm-up step the end of a rollout
-            mean = rollout[0].double().mean(0)
-            x = (rollout - mean).float().flatten(0, 1) / 255
+            x = (frames - frames[:8].double().mean(0)).float() / 255
             error = (rnd.predictor(x) - rnd.target(x)).square()
-            bonus = torch.cat([args.eta * rnd.errors(frames).mean(1) for frames in rollout])
-        expected = error.mean(1) if config == "ppo_rnd_b2" else error.sum(1) / 2  # the first std is 1
-        np.testing.assert_allclose(bonus, expected, rtol=1e-3)
+        first, second = [rnd.bonus({"obs": rollout}, 5)[1].flatten() for _ in range(2)]
+        half = error.sum(1) / 2
+        if config == "ppo_rnd_b2":  # the first std is 1
+            np.testing.assert_allclose(first, error.mean(1), rtol=1e-3)
+            np.testing.assert_allclose(second, half / half.std(correction=0), rtol=0.02)
+        else:
+            np.testing.assert_allclose(first, half, rtol=1e-3)
+            np.testing.assert_allclose(second, half, rtol=1e-3)
         # The loss is not divided.
-        np.testing.assert_allclose(rnd.errors(rollout[0]).detach(), error[:8].detach(), rtol=1e-2, atol=1e-6)
-        rnd.frames.update(rollout.flatten(0, 1))  # the end of a rollout
-        with torch.no_grad():
-            x = (rollout.flatten(0, 1) - rnd.frames.mean) / 255
-            mean_error = (rnd.predictor(x) - rnd.target(x)).square().mean(1)
-            after = torch.cat([args.eta * rnd.errors(frames).mean(1) for frames in rollout])
-        divisor = error.mean(1).std(correction=0) if config == "ppo_rnd_b2" else 1 / args.eta
-        np.testing.assert_allclose(after, mean_error / divisor, rtol=0.02)
+        np.testing.assert_allclose(rnd.errors(frames).detach(), error, rtol=1e-2, atol=1e-6)
+    assert module.RND((1, 32, 32), module.Args(config="ppo_rnd_b0")).bonus({"obs": rollout}, 24)[1].max() == 1
     last = torch.cat([rnd.target[9].weight, rnd.predictor[9].weight]).detach()  # of rnd_1
     np.testing.assert_allclose(last @ last.T, 2 * np.eye(1024), atol=1e-3)
 
@@ -325,26 +340,71 @@ def test_spread_within_an_episode_is_the_second_bonus(variant):
     snd.int_clip = 1e-3
     clipped = snd.bonus({"obs": obs[3:], "valid": valid[3:]}, 5)[1]
     assert clipped.flatten(0, 1).amax(0).tolist() == pytest.approx([1e-3, 1e-3])
-    with pytest.raises(module.script.UsageError, match="--episodic-steps 1"):
-        module.check(module.Args(episodic_steps=1))
+    for change in (dict(episodic_steps=1), dict(gamma_episodic=1.5)):
+        with pytest.raises(module.script.UsageError, match="episodic"):
+            module.script.prepare(module.Args(**change), None)
+
+
+def test_the_second_bonus_has_a_head_of_its_own(variant, monkeypatch, tmp_path):
+    """GAE of the game's rewards, SND's bonus and the second one, each with its discount; all enter the advantage."""
+    module, calls, advantages = variant("snd_entropy"), [], []
+    script = module.script
+    gae, learn = script.gae, script.learn
+    monkeypatch.setattr(script, "gae", lambda *args: calls.append((args, gae(*args))) or calls[-1][1])
+    monkeypatch.setattr(script, "learn", lambda *args: advantages.append(args[2]["advantage"].clone()) or learn(*args))
+    args = dict(num_envs=2, num_steps=16, minibatch_size=16, total_timesteps=32, snd_features=8, warmup_steps=1)
+    args |= dict(eval_episodes=0, quiet=True, threads=1, device="cpu", run_dir=str(tmp_path), run_name="x")
+    args = module.Args(**args, gamma_episodic=0.5, episodic_coef=7, eta_episodic=0.3)
+    script.train(args, giving(FakeVecEnv(random_episodes(2), shape=(4, 32, 32))))
+    assert [args[4] for args, _ in calls] == [0.998, 0.99, 0.5]
+    spread = float(rows(tmp_path / "x")[0]["int/episodic_raw"])
+    assert calls[2][0][0].mean().item() == pytest.approx(0.3 * spread, rel=1e-4) and spread > 0
+    expected = sum(weight * result for weight, (_, result) in zip((2, 1, 7), calls, strict=True))
+    torch.testing.assert_close(advantages[0].view(16, 2), expected)
 
 
 def test_the_encoder_learns_as_the_target(variant, monkeypatch):
     """Its loss is SND-V's for pixels / 255; the policy has three value heads, each with discount and weight."""
     module = variant("snd_entropy")
-    monkeypatch.setattr(module.script, "augment", lambda x: x)
+    noise = torch.rand(4, 6, 1, 32, 32)
+    draws = iter(noise)
+    monkeypatch.setattr(module.script, "augment", lambda x: x + next(draws))
     args = module.Args(snd_features=8, num_envs=2, gamma_episodic=0.5, episodic_coef=7)
     snd = module.SND((1, 32, 32), args)
     one, other = torch.randint(256, (2, 6, 1, 32, 32), dtype=torch.uint8)
     far = torch.tensor([0.0, 1, 1, 0, 1, 0])
     with torch.no_grad():
-        pairs = [(snd.target(snd.preprocess(one)), snd.target(snd.preprocess(other)))]
-        pairs += [(snd.encoder(one / 255), snd.encoder(other / 255))]
+        pairs = [(snd.encoder(one / 255 + noise[0]), snd.encoder(other / 255 + noise[1]))]
+        pairs += [(snd.target(snd.preprocess(one) + noise[2]), snd.target(snd.preprocess(other) + noise[3]))]
         expected = sum((far - (a - b).square().mean(1)).square().mean() for a, b in pairs)  # no feature is large
-    assert snd.target_loss(one, other, far).item() == pytest.approx(expected.item(), rel=1e-4)
+    loss = snd.target_loss(one, other, far)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    loss.backward()
+    assert snd.encoder[0].weight.grad.any() and snd.target[0].weight.grad.any()
     agent = module.Agent((4, 32, 32), 5, args)
     assert agent(torch.zeros(2, 4, 32, 32, dtype=torch.uint8))[1].shape == (2, 3)
     np.testing.assert_allclose([*agent.gammas, *agent.coefs], [0.998, 0.99, 0.5, 2, 1, 7])
+
+
+def test_an_end_empties_the_dnc(variant):
+    """The row after a row that shows an episode's last observation is played as if it was the first."""
+    module = variant("rnd_dnc")
+    agent = module.Agent((4, 44, 44), 5, module.Args(dnc=(4, 3, 2)))
+    obs = torch.randint(256, (6, 4, 44, 44), dtype=torch.uint8)  # two environments, three rows each
+    empty, size = torch.zeros(1, agent.memory_size), agent.memory_size
+    with torch.no_grad():
+        logits, _, after = agent(obs, empty.repeat(2, 1), torch.tensor([1.0, 0, 1, 1, 1, 1]))
+        both, _, ended = agent(obs[:2], empty, torch.tensor([1.0, 0]))
+        last, _, memory = agent(obs[2:3], empty, torch.ones(1))
+        other, _, other_memory = agent(obs[3:], empty, torch.ones(3))
+        alone = agent(obs[4:5], empty, torch.ones(1))[0]
+    assert size == 2 * 256 + 4 * 3 + 3 * 4 + 4 * 4 + 2 * 4 + 2 * 3 and not ended.any() and memory.any()
+    torch.testing.assert_close(logits, torch.cat([both, last, other]))
+    torch.testing.assert_close(after, torch.cat([memory, other_memory]))
+    assert not torch.allclose(other[1], alone[0])  # within an episode it remembers
+    assert "dnc" in module.script.FIXED
+    with pytest.raises(module.script.UsageError, match="--dnc 0"):
+        module.script.prepare(module.Args(dnc=(4, 0, 2)), None)
 
 
 def plain_dnc(dnc, x, state):
@@ -399,7 +459,7 @@ def plain_dnc(dnc, x, state):
 
 
 def test_dnc_equals_its_equations(variant):
-    """Eight steps in float64, with weights large enough that every gate and mode matters; an end empties it."""
+    """Eight steps in float64, with weights large enough that every gate and mode matters."""
     module = variant("rnd_dnc")
     torch.manual_seed(0)
     dnc = module.DNC(3, 5, 4, 3, 2).double()

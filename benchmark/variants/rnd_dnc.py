@@ -24,7 +24,7 @@ import ppo_atari_rnd as script
 @dataclass
 class Args(script.Args):
     dnc: tuple[int, int, int] = (16, 16, 4)  # the memory's slots, their width, and read heads
-    memory: Literal["gru"] = "gru"  # recurrent: minibatches and their pieces are whole sequences
+    memory: Literal["gru"] = "gru"  # recurrent (here the DNC): SGD steps take whole sequences
 
 
 def content(memory, keys, strengths):
@@ -40,7 +40,7 @@ def new_usage(usage, write, reads, free_gates):
 
 
 def allocation(usage):
-    """Weights (B, N) for a new entry: the least used slot, the next one as far as that is used."""
+    """Weights (B, N) for a new entry: the least used slot first, others get what it leaves."""
     ordered, order = usage.sort(dim=-1, stable=True)
     used_before = F.pad(ordered[:, :-1], (1, 0), value=1).cumprod(-1)
     return torch.zeros_like(usage).scatter(-1, order, (1 - ordered) * used_before)
@@ -109,7 +109,7 @@ class Agent(script.Agent):
         x = x.float().unflatten(0, (len(memory), -1))
         valid = valid.view(len(memory), -1, 1)
         outputs = []
-        with torch.autocast(x.device.type, enabled=False):  # in fp32
+        with torch.autocast(x.device.type, enabled=False):
             for t in range(x.shape[1]):
                 output, memory = self.hidden2(x[:, t], memory)
                 outputs.append(output)

@@ -13,7 +13,6 @@ Guesses: B's paddings, D's gains and ReLU.
 """
 
 import sys
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -103,10 +102,8 @@ class RND(script.SND):
         coupled = args.config == "rnd_1"  # weights are halves of one orthogonal matrix
         script.SND_CONVS = SND_CONVS if coupled else RND_CONVS
         super().__init__(frame_shape, args)
-        self.args = args
+        self.divides = CONFIGS[args.config][2]
         self.bonuses = script.RunningMoments((), count=1e-4, variance=1, epsilon=1e-12)
-        self.recent = deque(maxlen=args.num_steps)  # mean errors of the last steps, each (N,)
-        self.frames.update = self.update
         for one, other in zip(self.target, self.predictor, strict=False):
             if coupled and hasattr(one, "weight"):
                 both = torch.empty(2 * len(one.weight), *one.weight.shape[1:])
@@ -118,20 +115,13 @@ class RND(script.SND):
     def target_loss(self, frames, others, far):
         return 0 * sum(weights.sum() for weights in self.target.parameters())  # it learns nothing
 
-    def errors(self, frames):
-        errors = super().errors(frames)
-        if not torch.is_grad_enabled():  # asked for the bonus
-            self.recent.append(errors.mean(1))
-            if CONFIGS[self.args.config][2]:
-                errors = errors / (self.args.eta * self.bonuses.std)
-        return errors
-
-    def update(self, frames):
-        """In place of the frame statistics' own: after a rollout, also update the bonuses'."""
-        type(self.frames).update(self.frames, frames)
-        rows = sum(map(len, self.recent))
-        if len(self.recent) == self.recent.maxlen and len(frames) == rows:  # after a rollout
-            self.bonuses.update(torch.cat([*self.recent]))
+    def bonus(self, rollout: dict, micro_batch: int):
+        """As SND, or (b2, b3) the errors divided by their std in the earlier rollouts."""
+        errors, bonus = super().bonus(rollout, micro_batch)
+        if self.divides:
+            bonus = (errors / self.bonuses.std).clamp(max=self.int_clip)[..., None]
+            self.bonuses.update(errors.flatten())
+        return errors, bonus
 
 
 script.SCRIPT = "rnd_michalnand"

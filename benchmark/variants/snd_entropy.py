@@ -8,12 +8,14 @@ the spread of the target's features.)
 
 An encoder maps each frame to 256 features and learns as SND's target does, from the same pairs.
 The second bonus of o_t is the standard deviation of each feature over the episode's last
---episodic-steps observations, averaged over features, scaled and clipped. It has its own value
-head, discount and weight. In an episode's first step it is 0.
+--episodic-steps observations, averaged over features, scaled and clipped. In a younger episode,
+copies of its first observation stand in for the missing ones. The bonus has its own value head,
+discount and weight.
 
 Guesses, never published: --episodic-steps, --eta-episodic, --gamma-episodic, --episodic-coef and
-the encoder's layers, which are the target's. Departures: those of ppo_atari_snd.py; the encoder
-sees the newest frame (source: four). Not measured.
+the encoder's layers, which are the target's. Departures: those of ppo_atari_snd.py, whose
+augmentation and penalty of large features are newer than this source; the encoder sees the newest
+frame (source: four); a run's first episodes begin as all others (source: with zeros). Not measured.
 """
 
 import sys

@@ -10,8 +10,8 @@ frame of a minibatch with the next frame.
 
 Changes to ppo_atari_snd.py: frames are divided by 255, not standardized; one permutation is split
 into the minibatches of every epoch; predictor and target then make one pass over the rollout, in
-order. SND-STD and SND-VIC have wider networks with ReLU, which start with smaller weights; SND-STD
-sums the predictor's errors over its minibatch.
+order. SND-STD and SND-VIC have wider networks with ReLU, which start with smaller weights (but for
+SND-VIC's predictor); SND-STD sums the predictor's errors over its minibatch.
 
 Departures from the paper's code, effects not measured: those of docs/ppo_atari_snd.md. SND-STD asks
 which frame comes next, as the paper's code does (ST-DIM: which frame came before).

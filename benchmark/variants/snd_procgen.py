@@ -42,7 +42,7 @@ LEVELS = {  # of the procgen package's exploration mode
     "maze": 158988835,
     "ninja": 1123500215,
 }
-ATARI = "noop_max fire_reset max_episode_steps frame_size repeat_action_probability"
+ATARI = "noop_max fire_reset max_episode_steps frame_size repeat_action_probability warmup_steps"
 
 
 @dataclass
