@@ -196,6 +196,18 @@ def test_cells_are_counted(tmp_path):
     assert [row[0] for row in rows] == [64, 128] and 0 < rows[0][1] <= rows[1][1] and rows[1][2] == 1
 
 
+@pytest.mark.slow
+def test_novelty_after_each_number_of_sgd_steps(tmp_path):
+    """Rows in order, of one run that goes on; SND-STD makes one pass over a rollout of eight minibatches."""
+    words = f"novelty --target std --seeds 1 --sgd-steps 24 8 --json {tmp_path}/x.json"
+    done = subprocess.run([sys.executable, explore_file, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [first["steps"], second["steps"]] == [8, 24] and first["target"] == second["target"] == "std"
+    assert first["untrained_ratio"] != 1 and first["decay"] == 1 != second["decay"]  # one iteration, then three
+    assert first["seen"] != second["seen"] and first["seen_games"] == second["seen_games"] > 2
+
+
 def test_floor_command(tmp_path, monkeypatch, capsys):
     """A learner is at most about as fast as its layers alone; the file has what is printed."""
     flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 64 --channels 8 8 8 --threads 1"

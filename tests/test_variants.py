@@ -407,6 +407,32 @@ def test_an_end_empties_the_dnc(variant):
         module.script.prepare(module.Args(dnc=(4, 0, 2)), None)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_dnc_learns_to_copy(variant, seed):
+    """Three rows of three bits, asked for after the last one; without a memory the bits can only be guessed."""
+    module = variant("rnd_dnc")
+    torch.manual_seed(seed)
+    dnc, plain, head = module.DNC(4, 32, 8, 6, 1), torch.nn.Linear(4, 32), torch.nn.Linear(32, 3)
+    for memory, updates in ((True, 1500), (False, 300)):
+        weights = [*dnc.parameters(), *plain.parameters(), *head.parameters()]
+        optimizer = torch.optim.Adam(weights, lr=3e-3)
+        for _ in range(updates):
+            bits = torch.randint(2, (32, 3, 3)).float()
+            x = torch.cat([torch.cat([bits, torch.ones(32, 3, 1)], 2), torch.zeros(32, 3, 4)], 1)
+            state, outputs = torch.zeros(32, dnc.size), []
+            for t in range(6):
+                output, state = dnc(x[:, t], state) if memory else (plain(x[:, t]).tanh(), state)
+                outputs.append(head(output))
+            logits = torch.stack(outputs[3:], 1)
+            optimizer.zero_grad()
+            torch.nn.functional.binary_cross_entropy_with_logits(logits, bits).backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1)
+            optimizer.step()
+        errors = ((logits > 0) != bits.bool()).float().mean().item()
+        assert errors < 0.05 if memory else errors > 0.35
+
+
 def plain_dnc(dnc, x, state):
     """A step of one environment in NumPy, slot by slot (Graves et al. 2016, Methods)."""
     w = {name: weight.detach().double().numpy() for name, weight in dnc.named_parameters()}
