@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job of nohup with this one
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
