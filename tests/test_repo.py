@@ -136,7 +136,18 @@ def test_uv_runs_a_script_in_an_empty_folder(tmp_path):
     """uv makes an environment with the pins of the block and trains."""
     (tmp_path / "ppo_procgen.py").write_text(SOURCES["ppo_procgen"])
     flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4 --total-timesteps 64"
-    command = ["uv", "run", "--python", sys.executable, "ppo_procgen.py", *flags.split(), "--eval-episodes", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "run",
+        "--python",
+        sys.executable,
+        "ppo_procgen.py",
+        *flags.split(),
+        "--eval-episodes",
+        "0",
+    ]
     done = subprocess.run([*command, "--run-name", "a"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/a/checkpoint.pt").exists()
