@@ -454,7 +454,7 @@ def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
 
 def learn(
     agent, optimizer, batch: dict, minibatches, micro_batch: int, ent_coef: float, args: Args
-):
+) -> dict:
     """Train the policy, one SGD step per minibatch -> means over all minibatches.
 
     batch: columns of T * N rows: obs (and the N last observations, unused here), valid, action,
