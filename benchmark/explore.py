@@ -158,6 +158,8 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
             sgd_steps_per_iteration = batch_size // args.minibatch_size
         args.run_name = f"snd-{seed}"
         run = Path(args.run_dir, args.run_name)
+        if (run / "checkpoint.pt").exists():
+            args.resume = str(run)
         seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
         for steps in sorted(set(sgd_steps)):
             args.total_timesteps = math.ceil(steps / sgd_steps_per_iteration) * batch_size
@@ -191,7 +193,7 @@ def novelty(options, command: str):
         import snd_paper  # noqa: F401 (it changes ppo_atari_snd)
     found = dict(command=command, git=revision(), rows=[])
     for seed in range(1, options.seeds + 1):
-        for row in measure(seed, options.target, options.sgd_steps):
+        for row in measure(seed, options.target, options.sgd_steps, options.run_dir):
             found["rows"].append(row)
             print(json.dumps(row), flush=True)
             options.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -210,6 +212,7 @@ def main(argv=None) -> int:
     probe.add_argument("--seeds", type=int, default=3)
     probe.add_argument("--target", choices=["", "v", "std", "vic"], default="", help="of snd_paper.py")
     probe.add_argument("--sgd-steps", type=int, nargs="+", default=[384], metavar="N")
+    probe.add_argument("--run-dir", help="keep the runs here; another command with more SGD steps continues them")
     probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each row")
     options = parser.parse_args(argv[:end])
     if options.json.is_dir():
