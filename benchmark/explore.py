@@ -16,8 +16,8 @@ screens to its left and right. There is one mean per episode, so standard errors
 Standardized frames of another screen give a larger bonus even with untrained networks, so the same ratio is measured
 with untrained networks under the same statistics; the difference is due to learning.
 Rows of the file, one per seed and number of SGD steps: both means with their standard errors, their ratio, their
-distance in standard errors, the ratio of untrained networks, and by what factor the bonus on the replayed frames has
-fallen since the first iteration.
+distance in standard errors, the ratio of untrained networks, by what factor the bonus on the replayed frames has
+fallen since the first iteration, the variance of the target's features on both kinds of frames, and the target's loss.
 """
 
 import argparse
@@ -144,6 +144,13 @@ def by_game(snd, games):
     return float(np.mean(means)), float(np.std(means, ddof=1) / len(means) ** 0.5), len(means)
 
 
+def feature_variance(snd, games) -> float:
+    """Variance over frames of the target's features, mean over features: the error of the best constant prediction."""
+    with torch.no_grad():
+        features = [snd.target(snd.preprocess(torch.from_numpy(game[:, -1:]))) for game in games]
+    return torch.cat(features).var(0).mean().item()
+
+
 def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = None):
     """Train on the replay, and yield a row with the bonus on both kinds of frames after each number of SGD steps."""
     script = ppo_atari_snd
@@ -175,7 +182,8 @@ def compare(args, run: Path, seen, unseen) -> dict:
     snd = script.SND((1, 96, 96), args)
     snd.load_state_dict(torch.load(run / "checkpoint.pt", weights_only=True)["snd"])
     with open(run / "metrics.csv", newline="") as file:
-        raw = [float(row["int/reward_raw"]) for row in csv.DictReader(file)]
+        metrics = list(csv.DictReader(file))
+    raw = [float(row["int/reward_raw"]) for row in metrics]
     (home, home_error, known), (away, away_error, fresh) = by_game(snd, seen[len(seen) // 2 :]), by_game(snd, unseen)
     torch.manual_seed(seed)
     untrained = script.SND((1, 96, 96), args)
@@ -184,7 +192,10 @@ def compare(args, run: Path, seen, unseen) -> dict:
     apart = (away - home) / (home_error**2 + away_error**2) ** 0.5
     result = dict(seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
-    return result | dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
+    result |= dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
+    result |= dict(seen_variance=feature_variance(snd, seen[len(seen) // 2 :]))
+    result |= dict(unseen_variance=feature_variance(snd, unseen))
+    return result | dict(target_loss=float(metrics[-1]["loss/target"]))
 
 
 def novelty(options, command: str):

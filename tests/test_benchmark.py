@@ -206,6 +206,7 @@ def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     assert [first["steps"], second["steps"]] == [8, 24] and first["target"] == second["target"] == "std"
     assert first["untrained_ratio"] != 1 and first["decay"] == 1 != second["decay"]  # one iteration, then three
     assert first["seen"] != second["seen"] and first["seen_games"] == second["seen_games"] > 2
+    assert first["seen_variance"] > 0 and first["unseen_variance"] > 0 and 8 < second["target_loss"] < 8.4  # 2 ln 64
 
 
 def test_floor_command(tmp_path, monkeypatch, capsys):
