@@ -274,9 +274,10 @@ def headlines(results: Path = RESULTS) -> list[str]:
         if len(means) > 2:
             ours = f"{rounded(statistics.mean(means))} ± {statistics.stdev(means) / len(means) ** 0.5:.1f}"
         known = []
-        for one in [one for found in cell["published"].values() for one in found if TRAINING in one.how]:
+        for one in [one for found in cell["published"].values() for one in found]:
             error = "" if one.error is None else f" ± {rounded(one.error)}"
-            known.append(f"{rounded(one.score)}{error}, {one.what}")
+            how = "" if TRAINING in one.how else f" ({one.how})"
+            known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
         blind = random.get(("atari", cell["job"].game, "random"), {}).get(0)
         if blind is not None and (not known or "without" in what):
             known.append(f"{rounded(blind)}, random play")

@@ -76,7 +76,7 @@ SUITES = {
         ("ppo_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
         ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
     ],
-    "two_cores": [  # compared with published curves; 0.5 to 12 hours each on one core, narrow-8m about 30
+    "two_cores": [  # compared with published curves; 0.5 to 12 hours each on one core, narrow-8m 20
         ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 30"),
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
         ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
