@@ -382,7 +382,7 @@ def revision(git: str | None) -> str:
 
 def speed_table(results: Path = RESULTS) -> list[str]:
     """One line per file of results/speed: steps/s of both, their ratio in wall and CPU time, hardware, commit."""
-    head = ["script and flags", "steps/s", "compared with, its steps/s", "ratio, wall time", "CPU time"]
+    head = ["script and flags", "steps/s", "compared with, its steps/s", "ratio, wall time", "per CPU second"]
     head += ["memory", "processor", "commit"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for found in speeds(results):
@@ -425,7 +425,7 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 def speed_headlines(results: Path = RESULTS) -> list[str]:
     """The README's rows: those compared with CleanRL."""
-    lines = ["| script and flags | times CleanRL, wall time (range of the pairs) | CPU time |", "|" + "---|" * 3]
+    lines = ["| script and flags | times CleanRL, wall time (range of the pairs) | per CPU second |", "|" + "---|" * 3]
     for found in speeds(results):
         if found["beside"] == "cleanrl":
             wall, cpu = found["wall_ratios"], statistics.median(found["cpu_ratios"])
