@@ -202,6 +202,8 @@ def novelty(options, command: str):
     if options.target:
         sys.path.insert(0, str(ROOT / "benchmark" / "variants"))
         import snd_paper  # noqa: F401 (it changes ppo_atari_snd)
+    if options.freeze_target:
+        ppo_atari_snd.SND.target_loss = lambda snd, *_: 0 * sum(weights.sum() for weights in snd.parameters())
     found = dict(command=command, git=revision(), rows=[])
     for seed in range(1, options.seeds + 1):
         for row in measure(seed, options.target, options.sgd_steps, options.run_dir):
@@ -224,6 +226,9 @@ def main(argv=None) -> int:
     probe.add_argument("--target", choices=["", "v", "std", "vic"], default="", help="of snd_paper.py")
     probe.add_argument("--sgd-steps", type=int, nargs="+", default=[384], metavar="N")
     probe.add_argument("--run-dir", help="keep the runs here; another command with more SGD steps continues them")
+    probe.add_argument(
+        "--freeze-target", action="store_true", help="train the predictor only (Adam's momentum fades out)"
+    )
     probe.add_argument("--json", type=Path, required=True, help="result, rewritten after each row")
     options = parser.parse_args(argv[:end])
     if options.json.is_dir():

@@ -199,7 +199,7 @@ def test_cells_are_counted(tmp_path):
 @pytest.mark.slow
 def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     """Rows in order, of one run that goes on; SND-STD makes one pass over a rollout of eight minibatches."""
-    words = f"novelty --target std --seeds 1 --sgd-steps 24 8 --json {tmp_path}/x.json"
+    words = f"novelty --target std --seeds 1 --sgd-steps 24 8 --run-dir {tmp_path} --json {tmp_path}/x.json"
     done = subprocess.run([sys.executable, explore_file, *words.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, second = json.loads((tmp_path / "x.json").read_text())["rows"]
@@ -207,6 +207,11 @@ def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     assert first["untrained_ratio"] != 1 and first["decay"] == 1 != second["decay"]  # one iteration, then three
     assert first["seen"] != second["seen"] and first["seen_games"] == second["seen_games"] > 2
     assert first["seen_variance"] > 0 and first["unseen_variance"] > 0 and 8 < second["target_loss"] < 8.4  # 2 ln 64
+    words = words.replace("24 8", "32 --freeze-target")
+    done = subprocess.run([sys.executable, explore_file, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (third,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert third["steps"] == 32 and third["target_loss"] == 0 and third["seen"] != second["seen"]
 
 
 def test_floor_command(tmp_path, monkeypatch, capsys):
