@@ -4,10 +4,12 @@
     python benchmark/explore.py novelty --seeds 3 --json novelty.json
     python benchmark/explore.py novelty --target std --sgd-steps 384 1536 6144 --json std.json  # variants/snd_paper.py
 
+What follows `--` goes to the script.
+
 cells: how far ppo_atari_rnd.py gets in Montezuma's Revenge, as the number of distinct cells (room, x / 8, y / 8) that
-the player has been in. What follows `--` goes to the script; compare with `--int-coef 0`. Rows of the file:
-environment steps of the rollouts, cells, rooms. The player's position is bytes 42 and 43 of the console's RAM, the
-room is byte 3. Cells that random play visits in the warm-up count as well, with and without a bonus.
+the player has been in; compare with `--int-coef 0`. Rows of the file: environment steps of the rollouts, cells, rooms.
+The player's position is bytes 42 and 43 of the console's RAM, the room is byte 3. Cells that random play visits in the
+warm-up count as well, with and without a bonus.
 
 novelty: does SND's bonus grow on frames that its predictor has not seen? The frames are of Pitfall. Random play on the
 first screen, cut when the player leaves it, is replayed to ppo_atari_snd.py as an environment, so that its own loop
@@ -17,7 +19,8 @@ Standardized frames of another screen give a larger bonus even with untrained ne
 with untrained networks under the same statistics; the difference is due to learning.
 Rows of the file, one per seed and number of SGD steps: both means with their standard errors, their ratio, their
 distance in standard errors, the ratio of untrained networks, by what factor the bonus on the replayed frames has
-fallen since the first iteration, the variance of the target's features on both kinds of frames, and the target's loss.
+fallen since the first iteration, squared mean and variance of the target's features on both kinds of frames, and the
+target's loss.
 """
 
 import argparse
@@ -144,14 +147,17 @@ def by_game(snd, games):
     return float(np.mean(means)), float(np.std(means, ddof=1) / len(means) ** 0.5), len(means)
 
 
-def feature_variance(snd, games) -> float:
-    """Variance over frames of the target's features, mean over features: the error of the best constant prediction."""
+def feature_moments(snd, games) -> tuple[float, float]:
+    """Of the target's features, mean over features: the squared mean over frames, and the variance over frames.
+
+    The variance is the error of the best constant prediction.
+    """
     with torch.no_grad():
-        features = [snd.target(snd.preprocess(torch.from_numpy(game[:, -1:]))) for game in games]
-    return torch.cat(features).var(0).mean().item()
+        features = torch.cat([snd.target(snd.preprocess(torch.from_numpy(game[:, -1:]))) for game in games])
+    return features.mean(0).square().mean().item(), features.var(0).mean().item()
 
 
-def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = None):
+def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = None, flags=()):
     """Train on the replay, and yield a row with the bonus on both kinds of frames after each number of SGD steps."""
     script = ppo_atari_snd
     with tempfile.TemporaryDirectory() as temporary:
@@ -164,6 +170,7 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
             args.target, args.predictor_share, args.update_epochs = target, 0.25 if target == "v" else 1, 1
             sgd_steps_per_iteration = batch_size // args.minibatch_size
         args.run_name = f"snd-{seed}"
+        args = tyro.cli(type(args), args=flags, default=args)
         run = Path(args.run_dir, args.run_name)
         if (run / "checkpoint.pt").exists():
             args.resume = str(run)
@@ -193,12 +200,12 @@ def compare(args, run: Path, seen, unseen) -> dict:
     result = dict(seen=home, seen_error=home_error, seen_games=known, unseen=away)
     result |= dict(unseen_error=away_error, unseen_games=fresh, ratio=away / home, errors_apart=apart)
     result |= dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
-    result |= dict(seen_variance=feature_variance(snd, seen[len(seen) // 2 :]))
-    result |= dict(unseen_variance=feature_variance(snd, unseen))
+    for name, games in (("seen", seen[len(seen) // 2 :]), ("unseen", unseen)):
+        result[f"{name}_squared_mean"], result[f"{name}_variance"] = feature_moments(snd, games)
     return result | dict(target_loss=float(metrics[-1]["loss/target"]))
 
 
-def novelty(options, command: str):
+def novelty(options, flags: list[str], command: str):
     if options.target:
         sys.path.insert(0, str(ROOT / "benchmark" / "variants"))
         import snd_paper  # noqa: F401 (it changes ppo_atari_snd)
@@ -206,7 +213,7 @@ def novelty(options, command: str):
         ppo_atari_snd.SND.target_loss = lambda snd, *_: 0 * sum(weights.sum() for weights in snd.parameters())
     found = dict(command=command, git=revision(), rows=[])
     for seed in range(1, options.seeds + 1):
-        for row in measure(seed, options.target, options.sgd_steps, options.run_dir):
+        for row in measure(seed, options.target, options.sgd_steps, options.run_dir, flags):
             found["rows"].append(row)
             print(json.dumps(row), flush=True)
             options.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -238,7 +245,7 @@ def main(argv=None) -> int:
     if options.probe == "cells":
         cells(options, argv[end + 1 :], command)
     else:
-        novelty(options, command)
+        novelty(options, argv[end + 1 :], command)
     return 0
 
 

@@ -212,6 +212,7 @@ def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     assert done.returncode == 0, done.stderr
     (third,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert third["steps"] == 32 and third["target_loss"] == 0 and third["seen"] != second["seen"]
+    assert third["seen_squared_mean"] > 0
 
 
 def test_floor_command(tmp_path, monkeypatch, capsys):

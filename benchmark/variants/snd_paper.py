@@ -39,6 +39,7 @@ class Args(script.Args):
     noop_max: int = 1  # an episode starts with 1 to this many no-ops; one less with --fire-reset
     warmup_steps: int = 0  # random steps per environment at the start; frame statistics are unused
     target: Literal["v", "std", "vic"] = "v"  # the target's loss: SND-V, SND-STD or SND-VIC
+    spread_coef: float = 1e-4  # SND-STD: weight of the std across a frame's features
 
 
 class SND(script.SND):
@@ -47,6 +48,7 @@ class SND(script.SND):
     def __init__(self, frame_shape: tuple[int, int, int], args: Args):
         super().__init__(frame_shape, args)
         self.kind = args.target
+        self.spread_coef = args.spread_coef
         if self.kind == "v":
             return
         target_gain, predictor_gain = GAINS[self.kind]
@@ -88,7 +90,8 @@ class SND(script.SND):
             return vicreg(a, b)
         patches = maps.float().flatten(2).permute(2, 0, 1)  # (H * W, B, K)
         next_patches = next_maps.float().flatten(2).permute(2, 0, 1)
-        return infonce(patches, self.whole(b), self.local(next_patches), a)
+        loss = infonce(patches, self.whole(b), self.local(next_patches))
+        return loss - self.spread_coef * a.std(1).mean()
 
 
 def vicreg(a, b):
@@ -104,16 +107,15 @@ def vicreg(a, b):
     return loss
 
 
-def infonce(patches, whole, local, features):
-    """SND-STD's loss: which frame of the batch comes next? (ST-DIM with two regularizers.)
+def infonce(patches, whole, local):
+    """SND-STD's contrastive loss: which frame of the batch comes next? (ST-DIM, regularized.)
 
     patches: (P, B, K), of the frames. whole: (B, K), of the next frames. local: (P, B, K), of their
-    patches. features: (B, D), of the frames. The regularizers: 1e-4 x the norm of a patch's (B, B)
-    logits, to keep them small; -1e-4 x the std across a frame's features, to spread them.
+    patches. 1e-4 x the norm of a patch's (B, B) logits keeps them small.
     """
     P, B, _ = patches.shape
     answers = torch.arange(B, device=patches.device).repeat(P)  # candidate i comes after frame i
-    loss = -1e-4 * features.std(1).mean()
+    loss = 0
     for candidates in (whole, local):
         logits = patches @ candidates.mT  # (P, B, B): patch p of frame i with next frame j
         loss = loss + F.cross_entropy(logits.flatten(0, 1), answers)
