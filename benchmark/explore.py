@@ -179,8 +179,9 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
             args.total_timesteps = math.ceil(steps / sgd_steps_per_iteration) * batch_size
             script.train(args, lambda args, num_envs, stream: Replay(seen[: len(seen) // 2], num_envs))
             args.resume = str(run)
-            done = args.total_timesteps // batch_size * sgd_steps_per_iteration
-            yield dict(target=target or "snd", seed=seed, steps=done) | compare(args, run, seen, unseen)
+            row = compare(args, run, seen, unseen)
+            done = row.pop("step") // batch_size * sgd_steps_per_iteration
+            yield dict(target=target or "snd", seed=seed, steps=done) | row
 
 
 def compare(args, run: Path, seen, unseen) -> dict:
@@ -202,7 +203,7 @@ def compare(args, run: Path, seen, unseen) -> dict:
     result |= dict(untrained_ratio=untrained_ratio, decay=raw[0] / raw[-1])
     for name, games in (("seen", seen[len(seen) // 2 :]), ("unseen", unseen)):
         result[f"{name}_squared_mean"], result[f"{name}_variance"] = feature_moments(snd, games)
-    return result | dict(target_loss=float(metrics[-1]["loss/target"]))
+    return result | dict(target_loss=float(metrics[-1]["loss/target"]), step=int(metrics[-1]["step"]))
 
 
 def novelty(options, flags: list[str], command: str):

@@ -207,10 +207,11 @@ def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     assert first["untrained_ratio"] != 1 and first["decay"] == 1 != second["decay"]  # one iteration, then three
     assert first["seen"] != second["seen"] and first["seen_games"] == second["seen_games"] > 2
     assert first["seen_variance"] > 0 and first["unseen_variance"] > 0 and 8 < second["target_loss"] < 8.4  # 2 ln 64
-    words = words.replace("24 8", "32 --freeze-target")
+    words = words.replace("24 8", "8 32 --freeze-target")  # 8: the run is already at 24
     done = subprocess.run([sys.executable, explore_file, *words.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (third,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    again, third = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert again["steps"] == 24 and again["seen"] == second["seen"]
     assert third["steps"] == 32 and third["target_loss"] == 0 and third["seen"] != second["seen"]
     assert third["seen_squared_mean"] > 0
 
