@@ -196,6 +196,19 @@ def test_cells_are_counted(tmp_path):
     assert [row[0] for row in rows] == [64, 128] and 0 < rows[0][1] <= rows[1][1] and rows[1][2] == 1
 
 
+def test_feature_moments():
+    """Over the frames of all episodes: squared mean and variance (n - 1) of each feature, then their means."""
+    code = f"""
+import sys; sys.path.insert(0, {str(explore_file.parent)!r})
+import types, numpy, explore
+snd = types.SimpleNamespace(preprocess=lambda x: x.float(), target=lambda x: x.flatten(1))
+frames = numpy.array([[[9, 9], [0, 2]], [[9, 9], [3, 2]], [[9, 9], [6, 2]]], numpy.uint8)[:, :, None]
+print(*explore.feature_moments(snd, [frames[:2], frames[2:]]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["6.5", "4.5"], done.stderr  # means 3 and 2, variances 9 and 0
+
+
 @pytest.mark.slow
 def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     """Rows in order, of one run that goes on; SND-STD makes one pass over a rollout of eight minibatches."""
