@@ -375,6 +375,12 @@ def speeds(results: Path = RESULTS) -> list[dict]:
     return sorted(found, key=lambda one: [*first, one["beside"]].index(one["beside"]))
 
 
+def processors(hardware: str) -> str:
+    """CPU, cores and GPU, without PyTorch's version: what `hardware` of speed.py says."""
+    parts = hardware.split(", ")
+    return ", ".join(part for part in parts if not part.startswith(("no GPU", "torch ")))
+
+
 def revision(git: str | None) -> str:
     """A commit, shortened, and whether the tree was changed."""
     return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
@@ -397,7 +403,7 @@ def speed_table(results: Path = RESULTS) -> list[str]:
         else:
             row += ["-", "-", "-"]
         row += [f"{max(r['peak_gib'] for r in ours):.2f} GiB"]
-        row += [found["hardware"].partition(" cores")[0] + " cores", revision(found["git"])]
+        row += [processors(found["hardware"]), revision(found["git"])]
         lines.append("| " + " | ".join(row) + " |")
     return lines
 
@@ -424,13 +430,17 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 
 def speed_headlines(results: Path = RESULTS) -> list[str]:
-    """The README's rows: those compared with CleanRL."""
-    lines = ["| script and flags | times CleanRL, wall time (range of the pairs) | per CPU second |", "|" + "---|" * 3]
+    """The README's rows: those compared with CleanRL, a column for each machine."""
+    machines, rows = ["2 cores", "NVIDIA H100 80GB HBM3, 16 cores"], {}
     for found in speeds(results):
         if found["beside"] == "cleanrl":
-            wall, cpu = found["wall_ratios"], statistics.median(found["cpu_ratios"])
+            wall = found["wall_ratios"]
+            _, cores, *gpu = processors(found["hardware"]).split(", ")
             ratio = f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
-            lines.append(f"| `{found['work']}` | {ratio} | {cpu:.2f} |")
+            rows.setdefault(found["work"], {})[", ".join([*gpu, cores])] = ratio
+    lines = ["| script and flags | " + " | ".join(machines) + " |", "|" + "---|" * 3]
+    for work, ratios in rows.items():
+        lines.append(" | ".join([f"| `{work}`", *(ratios.get(machine, "-") for machine in machines)]) + " |")
     return lines
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import appo_atari
+import impala_procgen
 import numpy as np
 import ppo_procgen
 import pytest
@@ -29,6 +30,14 @@ MAKERS = {
     "envpool": lambda: breakout(4, max_episode_steps=60),
     "procgen": procgen,
 }
+
+
+@pytest.mark.parametrize("script", [ppo_procgen, impala_procgen])
+def test_missing_system_library(script, monkeypatch):
+    """Servers and containers often lack libGL: EnvPool then has no Procgen, and the message says what to install."""
+    monkeypatch.setitem(sys.modules, "envpool.procgen", None)  # importing it raises ImportError
+    with pytest.raises(script.UsageError, match="apt install libgl1 libglib2.0-0"):
+        script.make_envs(script.Args(), 4, "training")
 
 
 @pytest.mark.parametrize("maker", MAKERS)
