@@ -224,7 +224,8 @@ def hours(cell: dict) -> str:
 
 def hardware(cell: dict) -> str:
     kinds = (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1) for one in cell["done"])
-    return "; ".join(dict.fromkeys(kinds))
+    before = (pair for one in cell["done"] for pair in one.get("machines_before", {}).items())
+    return "; ".join(dict.fromkeys([*kinds, *(f"{machine} up to step {step:,}" for machine, step in before)]))
 
 
 def commits(cell: dict) -> str:

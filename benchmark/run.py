@@ -238,6 +238,9 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     result["cores"] = args.get("threads") or args.get("torch_threads") or len(os.sched_getaffinity(0))
     revisions = dict.fromkeys(part.get("git") for part in parts)
     result["git_before"] = [git for git in revisions if git and git != result["git"]]
+    machines = [part.get("gpu") or part.get("cpu") for part in parts]
+    changes = zip(machines, machines[1:], parts[1:], strict=False)
+    result["machines_before"] = {before: part["step"] for before, now, part in changes if before != now}
     result["versions"] = last.get("packages") or {name: installed(name) for name in PACKAGES}
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)

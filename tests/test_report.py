@@ -123,13 +123,13 @@ def test_seeds(tmp_path):
     scores, hashes = [1.0, 2.0, 6.0], ["1" * 40, "1" * 40, "1" * 40 + "-dirty"]
     for seed, (score, git) in enumerate(zip(scores, hashes, strict=True), 1):
         curve = ((100, 0.0, 5), (61_000, score, 1), (61_440, score + 1, 3))  # three of four episodes have one more
-        before = dict(git_before=["2" * 40]) if seed == 1 else {}
+        before = dict(git_before=["2" * 40], machines_before={"GPU": 1024}) if seed == 1 else {}
         write_seed(tmp_path, seed, score, curve=curve, git=git, cpu="Other" if seed == 2 else "CPU", **before)
     error = np.std(scores, ddof=1) / 3**0.5
     row = starpilot(tmp_path)
     assert row[2:4] == ["3 seeds", f"3.00 ± {error:.2f}"]
     assert row[4:7] == [f"3.75 ± {error:.2f} (12 episodes)", "none at these steps", "-"]
-    assert row[7:] == ["CPU, 2 cores; Other, 2 cores", "2222222, 1111111, 1111111-dirty"]
+    assert row[7:] == ["CPU, 2 cores; Other, 2 cores; GPU up to step 1,024", "2222222, 1111111, 1111111-dirty"]
     write_seed(tmp_path, 3, 99.0, error="gone", curve=((61_440, 99.0, 1),))
     row = starpilot(tmp_path)  # nothing of a failed seed
     assert row[2:4] == ["2 seeds, 1 failed", "1.00, 2.00"] and row[4] == "1.75, 2.75 (8 episodes)"

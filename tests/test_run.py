@@ -77,6 +77,8 @@ def test_other_flags_begin_anew(tmp_path):
 def test_what_is_done(tmp_path):
     """All iterations and an evaluation after the last one, not of an earlier step; all revisions are listed."""
     parts = [{"git": git, "args": {"total_timesteps": 150, "threads": 3}} for git in ("old", "new", None, "old", "new")]
+    for part, step, gpu in zip(parts, (0, 16, 32, 48, 64), ("GPU", "GPU", None, None, None), strict=True):
+        part.update(step=step, gpu=gpu, cpu="CPU")
     (tmp_path / "config.json").write_text(json.dumps(parts))
     for last, evaluated, status in ((2, 128, "done"), (1, 64, "open"), (2, 64, "open"), (0, 128, "open")):
         lines = [f"{64 * i},{i},32.0,1" for i in range(1, last + 1)]
@@ -85,6 +87,7 @@ def test_what_is_done(tmp_path):
         found = run.collect(cell(150), tmp_path)[1]
         assert found["status"] == status and found["train_seconds"] == 2 * last
         assert found["git"] == "new" and found["git_before"] == ["old"] and found["cores"] == 3
+        assert (found["gpu"], found["cpu"], found["machines_before"]) == (None, "CPU", {"GPU": 32})
     first_edition = {"git": "x", "args": {"total_timesteps": 150, "torch_threads": 2}}
     (tmp_path / "config.json").write_text(json.dumps(first_edition))
     found = run.collect(cell(150), tmp_path)[1]
