@@ -275,9 +275,10 @@ def headlines(results: Path = RESULTS) -> list[str]:
         if len(means) > 2:
             ours = f"{rounded(statistics.mean(means))} ± {statistics.stdev(means) / len(means) ** 0.5:.1f}"
         known = []
-        for one in [one for found in cell["published"].values() for one in found]:
+        for split, one in [(split, one) for split, found in cell["published"].items() for one in found]:
             error = "" if one.error is None else f" ± {rounded(one.error)}"
-            how = "" if TRAINING in one.how else f" ({one.how})"
+            evaluated = rounded(statistics.mean(cell["splits"][split]))
+            how = "" if TRAINING in one.how else f" ({one.how}; ours evaluated: {evaluated})"
             known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
         blind = random.get(("atari", cell["job"].game, "random"), {}).get(0)
         if blind is not None and (not known or "without" in what):
