@@ -193,11 +193,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         close = difflib.get_close_matches(args.env_id, GAMES, 3, 0.4) or GAMES
         raise UsageError(f"--env-id {args.env_id}: no such game; did you mean {', '.join(close)}?")
     with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
-        import envpool
-    try:
-        import envpool.procgen
-    except ImportError as error:  # on servers and in containers
-        raise UsageError(f"{error} (Procgen needs: apt install libgl1 libglib2.0-0)") from None
+        import envpool.procgen  # without libGL or GLib: apt install libgl1 libglib2.0-0
     # One seed per environment, drawn as in the procgen package: ProcgenGym3Env(rand_seed=...)
     rng = np.random.RandomState(stream_seed(args.seed, stream))
     seeds = rng.randint(2**32, size=num_envs, dtype=np.uint32).view(np.int32)

@@ -433,14 +433,15 @@ def floor_table(results: Path = RESULTS) -> list[str]:
 
 def speed_headlines(results: Path = RESULTS) -> list[str]:
     """The README's rows: those compared with CleanRL, a column for each machine."""
-    machines, rows = ["2 cores", "NVIDIA H100 80GB HBM3, 16 cores"], {}
+    rows = {}
     for found in speeds(results):
         if found["beside"] == "cleanrl":
             wall = found["wall_ratios"]
             _, cores, *gpu = processors(found["hardware"]).split(", ")
             ratio = f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
             rows.setdefault(found["work"], {})[", ".join([*gpu, cores])] = ratio
-    lines = ["| script and flags | " + " | ".join(machines) + " |", "|" + "---|" * 3]
+    machines = dict.fromkeys(machine for ratios in rows.values() for machine in ratios)
+    lines = ["| script and flags | " + " | ".join(machines) + " |", "|" + "---|" * (1 + len(machines))]
     for work, ratios in rows.items():
         lines.append(" | ".join([f"| `{work}`", *(ratios.get(machine, "-") for machine in machines)]) + " |")
     return lines

@@ -140,6 +140,26 @@ def test_seeds(tmp_path):
     assert row[2] == "3 seeds" and row[4] == "1.75, 2.75 (8 episodes, 2 of 3 seeds)"
 
 
+def test_speed_has_a_column_for_each_machine(tmp_path):
+    """Medians and ranges by hand; a row that a machine lacks; no other comparison."""
+    for name, beside, hardware, ratios in (
+        ("a", "cleanrl", "CPU (AVX2), 2 cores, no GPU, torch 2", [1.0, 4.0, 2.0]),
+        ("b", "cleanrl", "CPU, 16 cores, GPU X, torch 2", [3.0, 5.0]),
+        ("c", "fp32", "CPU, 2 cores, no GPU, torch 2", [9.0]),
+    ):
+        figures = [dict(sps=10.0, peak_gib=1.0) for _ in ratios]
+        found = dict(command=f"python benchmark/speed.py appo_atari -- --seed {name}", git="1" * 40, hardware=hardware)
+        found |= dict(results=dict(script=figures) | {beside: figures}, wall_ratios=ratios, cpu_ratios=ratios)
+        (tmp_path / "speed").mkdir(exist_ok=True)
+        (tmp_path / "speed" / f"{name}.json").write_text(json.dumps(found))
+    head, _, first, second = report.speed_headlines(tmp_path)
+    assert head == "| script and flags | 2 cores | GPU X, 16 cores |"
+    assert first == "| `appo_atari --seed a` | **2.00** (1.00 to 4.00) | - |"
+    assert second == "| `appo_atari --seed b` | - | **4.00** (3.00 to 5.00) |"
+    text = "\n".join(report.speed_table(tmp_path))
+    assert "| CPU (AVX2), 2 cores | 1111111 |" in text and "| CPU, 16 cores, GPU X | 1111111 |" in text
+
+
 def test_smooth():
     """Each window has its last step and the mean over its episodes."""
     rows = [(10, 1.0, 3), (90, 5.0, 1), (110, 7.0, 2)]
