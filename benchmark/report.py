@@ -27,7 +27,7 @@ import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SCRIPTS = ("ppo_procgen", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "appo_atari")
-COLORS = dict(zip(SCRIPTS, ("C0", "C1", "C2", "C4", "C3"), strict=True))  # of a script, in every picture
+COLORS = dict(zip(SCRIPTS, ("C0", "C1", "C2", "C4", "C3"), strict=True))  # of a script, in pictures of several
 LONG = 400_000  # environment steps; shorter runs are not in the documentation's pages
 HEADLINES = {  # the README's rows: (suite, row) -> game and setting
     ("two_cores", "ppo_procgen-openai/starpilot"): "starpilot, OpenAI's setting",
@@ -551,22 +551,29 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
 
 
 def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
-    """A docs page's picture: a panel per game, a line style per setting, a line per seed, published points."""
-    games = {}
+    """A docs page's picture: a panel per game, a colour per setting, a line per seed, published points.
+
+    Games that were only run for the picture of sixteen games are left to it.
+    """
+    games, colors = {}, {}
     for cell in of_script(script, results):
         games.setdefault(cell["job"].game, []).append(cell)
+    for game, group in list(games.items()):
+        if all(cell["job"].suite == "procgen16_1m" for cell in group):
+            del games[game]
     columns = min(len(games), 3)
     rows = -(-len(games) // columns)
     size = (max(4.2, 2.8 * columns), 2.9 * rows)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
         points = {}
-        for style, cell in zip(("-", "--", ":", "-."), group, strict=False):
+        for cell in group:
             setting = cell["job"].variant.removeprefix(f"{script}:").replace(":", " ")
+            color = colors.setdefault(setting, f"C{len(colors)}")
             for i, values in enumerate(filter(None, cell["curves"].values())):
                 steps, means = smooth(values, values[-1][0] / 50)
                 steps = [step / 1e6 for step in steps]
-                panel.plot(steps, means, style, color=COLORS[script], linewidth=1.2, label=setting if i == 0 else None)
+                panel.plot(steps, means, color, linewidth=1.2, label=setting if i == 0 else None)
             points |= {what.split(" (")[0]: known for what, known in cell["checkpoints"]}
         for marker, (what, known) in zip("o^v", points.items(), strict=False):
             steps, scores = zip(*known, strict=True)

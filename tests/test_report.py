@@ -103,6 +103,22 @@ def test_pictures(tmp_path):
     assert not any("date>" in text for text in files.values())
 
 
+def test_picture_has_all_settings(tmp_path, monkeypatch):
+    """Six settings of a game are six lines of different colours; a game of procgen16.svg alone has no panel."""
+    settings = ["norm-reward", "discounts", "constant-lr", "input"]
+    parts = [("fruitbot_parts", f"ppo_procgen-{name}") for name in settings]
+    for suite, variant in [("two_cores", "ppo_procgen-openai"), ("two_cores", "ppo_procgen-narrow-1m"), *parts]:
+        write(tmp_path, f"{variant}/fruitbot/seed1", 1.0, suite, 999_424, curve=((500_000, 1, 3), (999_424, 2, 3)))
+    write(tmp_path, "ppo_procgen-openai/heist/seed1", 1.0, "procgen16_1m", 999_424)
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    report.draw_script(tmp_path / "a.svg", "ppo_procgen", pyplot, tmp_path)
+    (panel,) = pyplot.gcf().axes
+    ours = [line for line in panel.lines if line.get_linestyle() != "None"]
+    assert [line.get_label() for line in ours] == ["openai", "narrow-1m", *settings]
+    assert len({line.get_color() for line in ours}) == 6
+
+
 @pytest.mark.parametrize("content", ["", '{"command": "pyth', "[1", "null"])
 def test_damaged_files_are_named(tmp_path, capsys, content):
     """An empty or half JSON is named and left out, and the rest is reported."""
