@@ -27,7 +27,7 @@ import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SCRIPTS = ("ppo_procgen", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "appo_atari")
-COLORS = dict(zip(SCRIPTS, ("C0", "C1", "C2", "C4", "C3"), strict=True))  # of a script, in pictures of several
+COLORS = dict(zip(SCRIPTS, ("C0", "C1", "C2", "C4", "C3"), strict=True))  # in results.svg and procgen16.svg
 LONG = 400_000  # environment steps; shorter runs are not in the documentation's pages
 HEADLINES = {  # the README's rows: (suite, row) -> game and setting
     ("two_cores", "ppo_procgen-openai/starpilot"): "starpilot, OpenAI's setting",
@@ -553,7 +553,7 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
 def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
     """A docs page's picture: a panel per game, a colour per setting, a line per seed, published points.
 
-    Games that were only run for the picture of sixteen games are left to it.
+    A game whose only runs are in procgen16.svg has no panel here.
     """
     games, colors = {}, {}
     for cell in of_script(script, results):

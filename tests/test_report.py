@@ -105,12 +105,14 @@ def test_pictures(tmp_path):
 
 def test_picture_has_all_settings(tmp_path, monkeypatch):
     """Six settings of a game are six lines of different colours; a game of procgen16.svg alone has no panel."""
+    from matplotlib import pyplot
+
     settings = ["norm-reward", "discounts", "constant-lr", "input"]
-    parts = [("fruitbot_parts", f"ppo_procgen-{name}") for name in settings]
-    for suite, variant in [("two_cores", "ppo_procgen-openai"), ("two_cores", "ppo_procgen-narrow-1m"), *parts]:
-        write(tmp_path, f"{variant}/fruitbot/seed1", 1.0, suite, 999_424, curve=((500_000, 1, 3), (999_424, 2, 3)))
-    write(tmp_path, "ppo_procgen-openai/heist/seed1", 1.0, "procgen16_1m", 999_424)
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [("two_cores", "openai"), ("two_cores", "narrow-1m"), *(("fruitbot_parts", name) for name in settings)]
+    curve = ((500_000, 1, 3), (999_424, 2, 3))
+    for suite, setting in rows:
+        write(tmp_path, f"ppo_procgen-{setting}/fruitbot/seed1", 1.0, suite, 999_424, curve=curve)
+    write(tmp_path, "ppo_procgen-openai/heist/seed1", 1.0, "procgen16_1m", 999_424, curve=curve)
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     report.draw_script(tmp_path / "a.svg", "ppo_procgen", pyplot, tmp_path)
     (panel,) = pyplot.gcf().axes
