@@ -35,7 +35,7 @@ HEADLINES = {  # the README's rows: (suite, row) -> game and setting
     ("two_cores", "ppo_procgen-narrow-8m/bigfish"): "bigfish",
     ("two_cores", "impala_procgen-narrow-sync/starpilot"): "starpilot",
     ("two_cores", "ppo_atari_rnd-no-reward/Breakout"): "Breakout, without its reward",
-    ("two_cores", "snd_breakout-bf16/Breakout"): "Breakout, without its reward (a variant)",
+    ("two_cores", "snd_breakout-bf16/Breakout"): "Breakout, without its reward",
     ("two_cores", "appo_atari-two-cores/Breakout"): "Breakout",
 }
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
@@ -216,10 +216,11 @@ def failure(cell: dict) -> str:
     return f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}"
 
 
-def hours(cell: dict) -> str:
+def time_of(cell: dict) -> str:
     """Training time, mean over seeds, and the hardware."""
-    mean = statistics.mean(one["train_seconds"] for one in cell["done"]) / 3600
-    return f"{mean:.1f} on {hardware(cell)}"
+    mean = statistics.mean(one["train_seconds"] for one in cell["done"]) / 60
+    time = f"{mean / 60:.1f} h" if mean >= 60 else f"{mean:.0f} min"
+    return f"{time} on {hardware(cell)}"
 
 
 def hardware(cell: dict) -> str:
@@ -284,8 +285,8 @@ def headlines(results: Path = RESULTS) -> list[str]:
         if blind is not None and (not known or "without" in what):
             known.append(f"{rounded(blind)}, random play")
         steps = f"{cell['steps'] / 1e6:.0f}M"
-        script = PAGES.get(cell["job"].script, cell["job"].script)
-        lines.append(f"| `{script}.py` | {what} | {steps} | {len(means)} | {ours} | {'; '.join(known)} |")
+        script = cell["job"].file.removeprefix("benchmark/")
+        lines.append(f"| `{script}` | {what} | {steps} | {len(means)} | {ours} | {'; '.join(known)} |")
     return lines
 
 
@@ -302,7 +303,7 @@ def results_of(script: str, results: Path = RESULTS) -> list[str]:
     """A docs page's table, its picture and the commands of its rows."""
     entries = of_script(script, results)
     lines = [f"![Training curves of {script}.py](images/{script}.svg)", ""]
-    lines += ["| setting | game | steps | seeds | in training | evaluated | published | hours |", "|" + "---|" * 8]
+    lines += ["| setting | game | steps | seeds | in training | evaluated | published | time |", "|" + "---|" * 8]
     commands = {}
     for cell in entries:
         job = cell["job"]
@@ -311,7 +312,7 @@ def results_of(script: str, results: Path = RESULTS) -> list[str]:
         for split, scores in cell["splits"].items():
             value = number(scores, cell["done"][0]["eval"]["splits"][split])
             row = [name, job.game, f"{cell['steps']:,}", str(len(cell["done"])), number(last_tenth(cell)[0])]
-            lines.append("| " + " | ".join([*row, value, shown(cell["published"][split]), hours(cell)]) + " |")
+            lines.append("| " + " | ".join([*row, value, shown(cell["published"][split]), time_of(cell)]) + " |")
     lines += [
         "",
         "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.",
@@ -502,7 +503,7 @@ def draw_headlines(path: Path, pyplot, results: Path = RESULTS):
         for values in cell["curves"].values():
             steps, means = smooth(values, values[-1][0] / 50)
             (line,) = panel.plot([step / 1e6 for step in steps], means, COLORS[script], linewidth=1.2)
-            lines.setdefault(f"{script}.py", line)
+            lines.setdefault(job.file.removeprefix("benchmark/"), line)
         for marker, (name, known) in zip("o^", cell["checkpoints"], strict=False):
             steps, scores = zip(*known, strict=True)
             (line,) = panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4)
@@ -574,7 +575,9 @@ def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
                 steps, means = smooth(values, values[-1][0] / 50)
                 steps = [step / 1e6 for step in steps]
                 panel.plot(steps, means, color, linewidth=1.2, label=setting if i == 0 else None)
-            points |= {what.split(" (")[0]: known for what, known in cell["checkpoints"]}
+            for what, known in cell["checkpoints"]:
+                what = what.split(" (")[0]
+                points[what] = max(points.get(what, []), known, key=len)  # up to our longest run's end
         for marker, (what, known) in zip("o^v", points.items(), strict=False):
             steps, scores = zip(*known, strict=True)
             panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4, label=what)
