@@ -133,6 +133,22 @@ def test_bandit_credit(tmp_path, monkeypatch):
         assert np.array_equal(reward[t].numpy(), paid) and np.array_equal(paid == 1, right & ~before)
 
 
+def test_each_row_has_a_lag(tmp_path, monkeypatch):
+    """Rows 0 to 7 are five SGD steps older: with --max-policy-lag 5 they and the dummy rows are masked."""
+    real, valid = appo_atari.play_rollout, []
+
+    def play_rollout(group, actors, T):
+        rollout = real(group, actors, T)
+        rollout["columns"]["version"][:8] -= 5
+        valid.append(rollout["columns"]["valid"].clone())
+        return rollout
+
+    monkeypatch.setattr(appo_atari, "play_rollout", play_rollout)
+    metrics, _ = run(tmp_path, [fake()], max_policy_lag=5)
+    assert metrics["train/valid_frac"] == pytest.approx(valid[0][8:].sum().item() / valid[0].numel())
+    assert 0.2 < metrics["train/valid_frac"] < 0.5
+
+
 @pytest.mark.filterwarnings("ignore:var")  # of no row
 def test_old_rows_are_masked(tmp_path, monkeypatch):
     """Rows five SGD steps old count with --max-policy-lag 6; with 5 none does, and no weight moves."""
@@ -321,6 +337,26 @@ def atari(num_envs=N, stream="training", **changes):
     return appo_atari.make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
 
 
+def test_options_reach_the_emulator():
+    options = dict(repeat_action_probability=0.3, noop_max=5, fire_reset=False, frame_size=96, stack=2, seed=7)
+    envs = atari(1, **options, episodic_life=False, max_episode_steps=99)
+    config = envs.pool.spec.config
+    assert config.repeat_action_probability == pytest.approx(0.3) and config.frame_skip == 4 and config.noop_max == 5
+    assert not config.use_fire_reset and config.img_height == config.img_width == 96 and config.reward_clip
+    assert not config.episodic_life and config.max_episode_steps == 99
+    assert envs.single_observation_space.shape == (2, 96, 96)
+    config = atari(1).pool.spec.config
+    assert config.use_fire_reset and config.episodic_life
+
+
+def test_seed_streams_disjoint():
+    """No two envs of neighbouring runs, nor of training and evaluation, share a seed."""
+    streams = [(s, stream) for s in (1, 2) for stream in ("training", "game")]
+    seeds = [atari(2, stream, seed=s).pool.spec.config.env_seed for s, stream in streams]
+    assert len({seed for one in seeds for seed in one}) == 4 * 2
+    assert atari(2, seed=1).pool.spec.config.env_seed == seeds[0]
+
+
 def test_true_returns_of_berzerk():
     """Whole games, unclipped, over lost lives and time limits, against books kept from lives and step counts.
 
@@ -364,13 +400,15 @@ def test_a_game_that_ends_in_the_noops_after_a_lost_life():
     """EnvPool begins the next game there without a word; each is reported, its return not added to the next one's."""
     envs = atari(8, env_id="RoadRunner", noop_max=30, seed=4, repeat_action_probability=0.25, fire_reset=False)
     unseen, lives = 0, np.zeros(8)
-    for *_, info, valid in random_play(envs, 150):
+    for *_, info, valid in random_play(envs, 1000):
         risen = (info["lives"] > lives) & (lives > 0)
         lives = info["lives"]
         assert info["_episode"][risen].all()
         assert not envs.lengths[risen].any()
         unseen += (risen & ~valid).sum()
-    assert unseen > 0
+        if unseen:
+            return
+    raise AssertionError("no game ended so")
 
 
 class ScriptedPool:

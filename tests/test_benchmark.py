@@ -28,6 +28,7 @@ PLAYED = {  # two splits, one, a memory, a target network
     "impala_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 1 --sync",
     "ppo_atari_rnd": f"{MONTEZUMA} --rnd-features 8 --memory gru",
     "ppo_atari_snd": f"{MONTEZUMA} --snd-features 8",
+    "appo_atari": "--env-id Breakout --max-episode-steps 50 --num-groups 2 --num-minibatches 2 --sync",
 }
 
 

@@ -42,6 +42,16 @@ def test_the_entrys_setting_matches_reference_table():
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+def test_defaults_match_the_docs_page():
+    """The values under Hyperparameters."""
+    expected = dict(num_envs=128, num_groups=4, num_steps=64, minibatch_size=2048, update_epochs=1, gamma=0.99)
+    expected |= dict(replay_slots=16, replay_proportion=3, sync=True, num_batches_to_accumulate=2, vtrace_lambda=0.9)
+    expected |= dict(lr=(0, 2e-4, 4e5, 5e-4, 1e6, 2e-4), adam_eps=6.25e-12, max_grad_norm=0, vf_coef=0.5)
+    expected |= dict(ent_coef=(0.005,), stack="gap", channels=(32, 64, 64), pool="avg", input_shift=128)
+    expected |= dict(ortho_heads=False, total_timesteps=8_000_000, distribution_mode="easy", num_levels=0)
+    assert {name: getattr(Args(), name) for name in expected} == expected
+
+
 # ------------------------------------------------------------------------------------------------------------- maths
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, giving, random_episodes, rows, spy_on, timeless
@@ -104,7 +105,7 @@ train/approx_kl train/explained_variance train/grad_norm train/lr time/sps time/
 def test_files_of_a_run(script, capfd):
     """Files and progress; a second run of the seed, without evaluations, has the same numbers; another seed others."""
     flags, folder, split = ("--total-timesteps", 3 * ITERATION + 7), script.folder, script.split
-    assert script.main(*flags, "--run-name", "a", "--eval-every", 2 * ITERATION) == 0
+    assert script.main(*flags, "--run-name", "a", "--eval-every", 100) == 0  # first reached in iteration 2
     out, error = capfd.readouterr()
     assert not error and "Gym" not in out  # gym's banner
     assert out.count("\nstep ") == 3 and out.count(f"\n{split}: return ") == 2
@@ -146,6 +147,20 @@ def test_own_environments_and_switches(script, monkeypatch):
     torch.testing.assert_close(saved[1], saved[0], rtol=0.1, atol=0.01)  # dtypes and names too
 
 
+@each_script
+def test_heads_stay_float32_under_bf16(script):
+    """Their outputs are not rounded to bfloat16's numbers."""
+    obs = torch.randint(0, 255, (64, *script.shape), dtype=torch.uint8)
+    for memory in ("none", "gru") if script.name == "ppo_atari_rnd" else ("none",):
+        more = dict(memory=memory) if script.name == "ppo_atari_rnd" else {}
+        agent = script.module.Agent(script.shape, 4, script.module.Args(precision="bf16", **more))
+        rest = [torch.zeros(64, agent.memory_size), torch.ones(64)] if more else []
+        logits, value, *_ = agent(obs, *rest)
+        for output in (logits, value):
+            rounded = (output.bfloat16() == output).float().mean()
+            assert output.dtype == torch.float32 and rounded < 0.1
+
+
 ACTIONS = [gym.spaces.MultiBinary(4), gym.spaces.Discrete(4, start=1), gym.spaces.Box(-1, 1, (2,))]
 ACTIONS += [gym.spaces.MultiDiscrete([2, 2])]
 
@@ -176,24 +191,26 @@ def test_wrong_environments_are_refused(script, monkeypatch):
 def test_own_environments_are_evaluated_and_resumed(script):
     """With a make_envs for all of it, and statistics of unshaped, whole episodes."""
     args = tyro.cli(script.module.Args, args=KINDS[script.name].split())
-    args = replace(args, env_id="toy", run_name="a", quiet=True, total_timesteps=ITERATION)
+    args = replace(args, env_id="toy", run_name="a", quiet=True, total_timesteps=ITERATION, eval_every=ITERATION)
     streams = []
 
     def make_envs(args, num_envs, stream):
         streams.append(stream)
-        return FakeVecEnv([[([1.0] * 7, "terminated")]] * num_envs, script.autoreset, shape=script.shape)
+        return FakeVecEnv([[([2.0] * 7, "terminated")]] * num_envs, script.autoreset, shape=script.shape)
 
     result = script.module.train(args, make_envs)
-    assert set(result["eval"]["splits"][script.split]["returns"]) == {7}
-    assert result["episode/return"] == result["episode/length"] == 7
+    played = result["eval"]["splits"][script.split]
+    assert set(played["returns"]) == {14} and set(played["lengths"]) == {7}
+    assert result[script.evaluated] == result["episode/return"] == 14 and result["episode/length"] == 7
     words = ["--resume", "runs/a", "--total-timesteps", str(2 * ITERATION)]
     assert script.module.main(words, make_envs) == 0
     assert load(script.folder)["step"] == 2 * ITERATION and len(rows(script.folder)) == 2
-    assert sum(stream == script.evaluated for stream in streams) == 0 and len(set(streams)) >= 3
+    # Each run trains on streams of its own, one per group, and is evaluated twice, on the same games.
+    assert streams.count(script.split) == 4 and len(set(streams)) == 1 + 2 * getattr(args, "num_groups", 1)
 
 
 class Toy(gym.Env):
-    """Seven steps with a reward of 1 each."""
+    """Seven steps with a reward of 2 each."""
 
     action_space = gym.spaces.Discrete(4)
 
@@ -209,7 +226,7 @@ class Toy(gym.Env):
 
     def step(self, action):
         self.t += 1
-        return self.frame(), 1.0, self.t >= 7, False, {}
+        return self.frame(), 2.0, self.t >= 7, False, {}
 
 
 @each_script
@@ -222,16 +239,15 @@ def test_environments_that_report_episodes_themselves(script):
             return obs, reward * 100, *rest
 
     vector = gym.vector.SyncVectorEnv([lambda: Toy(script.shape)] * 4, autoreset_mode=script.autoreset)
-    envs = Shaped(gym.wrappers.vector.RecordEpisodeStatistics(vector))
-    result = script.train(envs)
-    assert result["episode/return"] == result["episode/length"] == 7
+    result = script.train(Shaped(RecordEpisodeStatistics(vector)))
+    assert (result["episode/return"], result["episode/length"]) == (14, 7)
 
     def shaped():
         return gym.wrappers.TransformReward(gym.wrappers.RecordEpisodeStatistics(Toy(script.shape)), lambda x: 9 * x)
 
     each = [shaped] * 4
     result = script.train(gym.vector.SyncVectorEnv(each, autoreset_mode=script.autoreset), run_name="b")
-    assert result["episode/return"] == result["episode/length"] == 7
+    assert (result["episode/return"], result["episode/length"]) == (14, 7)
 
 
 def test_lost_lives_are_no_episodes(script):
@@ -278,6 +294,59 @@ def test_best_checkpoint(script):
     assert best["step"] == 2 * ITERATION and best["best"] == pytest.approx((36 * 9 + 64 * 5) / 100)
 
 
+each_play = pytest.mark.parametrize("script", ["ppo_procgen", "ppo_atari_rnd"], indirect=True)  # the others' is PPO's
+
+
+@each_play
+def test_play_plays_the_same_number_of_games_everywhere(script):
+    """Short games do not crowd out long ones: the true mean of these two envs is (2 + 40) / 2."""
+    games = [[(2 * np.ones(steps, np.float32), "terminated")] for steps in (1, 20)]
+    agent = script.module.Agent(script.shape, 4, script.module.Args())
+    envs = RecordEpisodeStatistics(FakeVecEnv(games, script.autoreset, shape=script.shape))
+    returns, lengths = script.module.play(agent, envs, 3, seed=0)
+    assert sorted(returns) == [2, 2, 2, 40, 40, 40] and sorted(lengths) == [1, 1, 1, 20, 20, 20]
+
+
+@each_play
+def test_play_greedy_and_sampled(script):
+    """Greedy takes the likeliest action; one seed draws the same actions again and leaves PyTorch's state alone."""
+    agent = script.module.Agent(script.shape, 4, script.module.Args())
+    agent.policy.weight.data.zero_()
+    agent.policy.bias.data[:] = torch.tensor([0.0, 0.1, 0.0, 0.0])
+    before, actions = torch.get_rng_state(), []
+    for greedy in (True, False, False):
+        envs = FakeVecEnv([[(np.zeros(50, np.float32), "terminated")]], script.autoreset, shape=script.shape)
+        script.module.play(agent, RecordEpisodeStatistics(envs), 1, seed=0, greedy=greedy)
+        actions.append(np.concatenate(envs.actions).tolist())
+    assert set(actions[0]) == {1} and set(actions[1]) == {0, 1, 2, 3} and actions[1] == actions[2]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@each_script
+def test_best_and_timed_checkpoints(script, monkeypatch):
+    """best.pt has the best mean of 100 episodes, and does not postpone checkpoint.pt, due after 300 seconds."""
+    Run, saved = script.module.Run, []
+
+    def age(_, run, metrics):
+        run.last_save = time.monotonic() - 301 * (metrics["step"] % 128 == 0)
+
+    spy_on(monkeypatch, Run, "log", age)
+    spy_on(monkeypatch, Run, "save", lambda _, run, name, state, *rest: saved.append((name, state["step"])))
+    games = [([paid], "terminated") for paid in 40 * [9.0] + 200 * [0.0]]
+    script.train(FakeVecEnv([games] * 4, script.autoreset, shape=script.shape), total_timesteps=8 * ITERATION)
+    assert [step for name, step in saved if name == "checkpoint.pt"] == [0, 128, 256, 384, 512]
+    assert [step for name, step in saved if name == "best.pt"] == [128 if script.autoreset == SAME_STEP else 256]
+    assert load(script.folder, "best.pt")["best"] == load(script.folder)["best"] == 9
+
+
+@each_script
+def test_schedules_follow_the_steps(script):
+    more = dict(anneal_lr=False) if script.name == "appo_atari" else {}
+    tables = dict(lr=(0, 1e-3, 128, 3e-3), ent_coef=(0, 0.1, 128, 0.3))
+    result = script.train(script.fake(), total_timesteps=2 * ITERATION, **tables, **more)
+    assert (result["train/lr"], result["train/ent_coef"]) == pytest.approx((2e-3, 0.2))
+
+
 def test_a_resumed_run_has_to_beat_the_best(script, monkeypatch):
     """A run that dies without saving (kill -9) and goes on does not overwrite best.pt with a worse agent."""
 
@@ -307,12 +376,16 @@ def test_a_resumed_run_has_to_beat_the_best(script, monkeypatch):
 def test_threads(script, monkeypatch):
     """All cores that the process may use: its affinity mask, its container's quota."""
     cores = len(os.sched_getaffinity(0))
-    for threads, expected in ((2, 2), (0, cores)):
+    for threads, expected in ((2, 2), (0, script.module.available_cores())):
         script.module.set_up(script.module.Args(device="cpu", threads=threads))
         assert torch.get_num_threads() == expected
     for text, expected in (("max 100000", cores), ("150000 100000", min(cores, 2)), ("50000 100000", 1)):
         monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
         assert script.module.available_cores() == expected
+    monkeypatch.setattr(Path, "read_text", lambda self: "max 100000")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
+    assert script.module.available_cores() == 3
 
 
 @each_script
@@ -610,10 +683,25 @@ def test_every_flag_is_checked(script):
 def test_fixed_flags_cannot_change(script, capfd):
     """One line with the flag and both values."""
     script.main("--total-timesteps", ITERATION, "--run-name", "a", "--eval-episodes", 0)
-    game = "maze" if script.split == "test" else "Pong"
-    assert script.resume("--env-id", game) == 2
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1 and "--env-id" in error and game in error
+    others = {  # of a flag, another value
+        "env-id": ["maze" if script.split == "test" else "Pong"],
+        "distribution-mode": ["hard"],
+        "stack": ["none" if script.split == "test" else "2"],
+        "channels": ["8", "4", "4"],
+        "pool": ["flatten"],
+        "input-shift": ["0"],
+        "repeat-action-probability": ["0.5"],
+        "frame-size": ["96"],
+        "memory": ["gru"],
+        "rnd-features": ["9"],
+        "snd-features": ["9"],
+    }
+    tried = [name for name in others if hasattr(script.module.Args, name.replace("-", "_"))]
+    assert len(tried) >= 4
+    for name in tried:
+        assert script.resume(f"--{name}", *others[name]) == 2
+        error = capfd.readouterr().err
+        assert error.count("\n") == 1 and f"--{name}" in error and others[name][0] in error
 
 
 def test_a_renamed_copy_resumes(tmp_path):

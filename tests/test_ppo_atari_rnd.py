@@ -286,6 +286,37 @@ def test_predictor_learns_the_rows_of_32_environments(tmp_path, monkeypatch):
     assert np.mean(sizes[2:12]) == pytest.approx(32, abs=3 * 4 / 10**0.5)
 
 
+def test_predictor_learns_the_rows_of_32_environments_of_all_ranks(tmp_path, monkeypatch):
+    """One rank of two, each with 32 environments: half of its rows."""
+    sizes, learn = [], ppo_atari_rnd.learn
+
+    def learn_on_one_of_two(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ppo_atari_rnd, "WORLD", 2)
+            patch.setattr(ppo_atari_rnd, "mean_over_ranks", lambda x: x)
+            spy_on(patch, RND, "error", lambda result, rnd, frames, x: sizes.append(len(frames)))
+            return learn(*args)
+
+    monkeypatch.setattr(ppo_atari_rnd, "learn", learn_on_one_of_two)
+    run(tmp_path, fake(num_envs=32), num_envs=32, num_steps=2, minibatch_size=64, update_epochs=10)
+    assert len(sizes) == 10 and np.mean(sizes) == pytest.approx(32, abs=3 * 4 / 10**0.5)
+
+
+def test_a_clip_of_0_is_off():
+    logits, in_use = torch.zeros(2, 4), torch.tensor([True, True])
+    rows = dict(action=torch.zeros(2, dtype=torch.int64), logp=torch.full((2,), -np.log(12.0)))
+    rows |= dict(advantage=torch.tensor([1.0, -1.0]), target=torch.zeros(2, 2))
+    terms = ppo_atari_rnd.ppo_terms(logits, torch.zeros(2, 2), rows, 0, in_use)
+    assert terms["loss/policy"].tolist() == pytest.approx([-3, 3]) and not terms["train/clip_frac"].any()
+
+
+def test_a_resumed_run_may_have_other_environments(tmp_path):
+    """Its sums of bonuses are repeated."""
+    run(tmp_path, fake())
+    _, saved = run(tmp_path, fake(2 * N), 2, num_envs=2 * N, resume=str(tmp_path / "run"))
+    assert saved["rnd"]["discounted"].shape == (2 * N,)
+
+
 def test_games_begin_after_the_warm_up(tmp_path):
     """Statistics of exactly the warm-up's frames; then all games begin anew, as in the authors' code."""
     envs = Games([[([1.0] * 10, "terminated")]] * N, shape=SHAPE)

@@ -8,8 +8,7 @@ import ppo_procgen
 import pytest
 import torch
 import tyro
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from ppo_procgen import Agent, Args, UsageError, evaluate, next_kl_coef, play, sample, schedule, standardize, train
+from ppo_procgen import Agent, Args, UsageError, evaluate, next_kl_coef, sample, schedule, standardize, train
 from run import OPENAI as FLAGS
 
 import conftest
@@ -132,14 +131,6 @@ def test_network_size_and_layout():
     conftest.assert_initial(openai.value, dict(weight=1))
 
 
-def test_heads_stay_float32_under_bf16():
-    """bfloat16 knows two numbers near these values."""
-    agent = network(precision="bf16")
-    agent.value.bias.data += 29.8
-    logits, value = agent(torch.randint(0, 255, (64, *SHAPE), dtype=torch.uint8))
-    assert logits.dtype == value.dtype == torch.float32 and len(value.unique()) > 32
-
-
 # ------------------------------------------------------------------------------------------------------ whole updates
 
 OWN = Args(lr=(0, 3e-2, 64, 6e-2), ent_coef=(0, 0.05, 128, 0.01), adam_eps=0.1, vf_clip=0.05, clip=0.02, kl_target=1e-9)
@@ -254,27 +245,6 @@ def test_learns_the_rewarded_action(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
-
-
-def test_play_plays_the_same_number_of_games_everywhere():
-    """Short games do not crowd out long ones: the true mean of these two envs is (1 + 20) / 2."""
-    script = [[(np.float32([1]), "terminated")], [(np.ones(20, np.float32), "truncated")]]
-    returns, lengths = play(network(), RecordEpisodeStatistics(FakeVecEnv(script, SAME_STEP)), 3, seed=0)
-    assert sorted(returns) == sorted(lengths) == [1, 1, 1, 20, 20, 20]
-
-
-def test_play_greedy_and_sampled():
-    """Greedy takes the likeliest action; one seed draws the same actions again and leaves PyTorch's state alone."""
-    agent = network()
-    agent.policy.weight.data.zero_()
-    agent.policy.bias.data[1] = 0.1
-    before, actions = torch.get_rng_state(), []
-    for greedy in (True, False, False):
-        envs = FakeVecEnv([[(np.zeros(50, np.float32), "terminated")]], SAME_STEP)
-        play(agent, RecordEpisodeStatistics(envs), 1, seed=0, greedy=greedy)
-        actions.append(np.concatenate(envs.actions).tolist())
-    assert set(actions[0]) == {1} and set(actions[1]) == {0, 1, 2, 3} and actions[1] == actions[2]
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_splits(monkeypatch):

@@ -34,6 +34,7 @@ DRAWN = {  # what ranks draw for themselves: actions, rows, pairs, replayed batc
     "ppo_atari_snd": dict(snd_features=4, warmup_steps=2),
     "appo_atari": dict(num_minibatches=2, num_groups=2, vtrace=True),
 }
+FAR = 100 * 2 * N * T
 TINY = """--env-id leaper --channels 4 4 4 --num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2
 --device cpu --threads 1 --run-name x --checkpoint-every 10000 --total-timesteps""".split()
 
@@ -110,7 +111,13 @@ def worker(folder: Path):
         torch.distributed.barrier()  # rank 0's run, which both go on with, is written
         changes = dict(resume=str(folder / f"{script}0"), total_timesteps=4 * 2 * N * T)
         run(script, DRAWN[script], folder / f"drawn-{script}{rank}", **changes)
-    assert importlib.import_module("ppo_procgen").main([*TINY, "256", "--run-dir", str(folder)]) == 0
+    games = [[([1.0 + 2 * rank], "terminated")]] * N  # the mean return of both ranks is 2
+    options = dict(rnd_features=4, warmup_steps=2, target_return=1.9, total_timesteps=FAR)
+    run("ppo_atari_rnd", options, folder / f"target{rank}", FakeVecEnv(games, NEXT_STEP, shape=(4, 44, 44)))
+    assert (
+        importlib.import_module("ppo_procgen").main([*TINY, "256", "--eval-every", "128", "--run-dir", str(folder)])
+        == 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +125,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run([*TORCHRUN, __file__, folder], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test: return") == 1  # rank 0 plays
+    assert done.stdout.count("test: return") == 3  # rank 0 plays, after each iteration and at the end
     assert [row["step"] for row in rows(folder / "x")] == ["128", "256"]
     return folder
 
@@ -160,6 +167,12 @@ def test_ranks_stay_bit_equal(script, two_ranks):
     _, others, other_drawn = load(two_ranks, f"drawn-{script}1", "more")
     assert names and others and not set(names) & set(others)
     assert "num_groups" in DRAWN[script] or not torch.equal(drawn, other_drawn)  # groups have generators of their own
+
+
+def test_ranks_reach_the_target_return_together(two_ranks):
+    """Their mean counts: alone, the first rank would never stop."""
+    zero, one = (load(two_ranks, f"target{rank}") for rank in range(2))
+    assert 0 < zero["step"] == one["step"] < FAR
 
 
 @pytest.mark.parametrize("flags", ["--seed $RANK", "--num-envs $((4 + 4 * RANK))"])
