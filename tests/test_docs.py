@@ -40,13 +40,13 @@ def test_front_pages_are_short(name, most):
 
 
 def test_pages_of_scripts():
-    """A page per script, in one order and of at most 200 lines besides the generated table."""
+    """A page per script, in one order and of at most 200 lines besides the generated tables."""
     order = ["Commands", "The loss", "Implementation details", "Hyperparameters", "Departures from the reference"]
     order += ["Metrics", "Results", "Variants", "Limits"]
     for name in SCRIPTS:
         text = (ROOT / f"docs/{name}.md").read_text()
         headings = re.findall(r"(?m)^## (.*)", re.sub(FENCE, "", text))
-        written = re.sub(r"<!-- results -->.*?<!-- end of results -->", "", text, flags=re.S)
+        written = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", text, flags=re.S)
         assert len(written.splitlines()) <= 200 and headings == [x for x in order if x in headings], name
         assert set(order) - set(headings) <= {"Variants"}, name
         rows = text.split("## Implementation details")[1].split("\n## ")[0].count("\n|") - 2
