@@ -114,10 +114,8 @@ def worker(folder: Path):
     games = [[([1.0 + 2 * rank], "terminated")]] * N  # the mean return of both ranks is 2
     options = dict(rnd_features=4, warmup_steps=2, target_return=1.9, total_timesteps=FAR)
     run("ppo_atari_rnd", options, folder / f"target{rank}", FakeVecEnv(games, NEXT_STEP, shape=(4, 44, 44)))
-    assert (
-        importlib.import_module("ppo_procgen").main([*TINY, "256", "--eval-every", "128", "--run-dir", str(folder)])
-        == 0
-    )
+    main = importlib.import_module("ppo_procgen").main
+    assert main([*TINY, "256", "--eval-every", "128", "--run-dir", str(folder)]) == 0
 
 
 @pytest.fixture(scope="module")
