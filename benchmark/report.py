@@ -9,7 +9,8 @@ in results/speed/*.json and results/floor/*.json, and the published numbers in b
 is named and left out; a failed job is shown with its error.
 Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
 michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
-step, for the pictures. "stderr" is the standard error over runs.
+step, for the pictures. "stderr" is the standard error over runs of what the tables use.
+reference/procgen16_1m.csv has OpenAI's three runs on all levels, one row per update up to 1M steps.
 Links to a line of ours, [`code`](../script.py#L1), get the number of the one line that contains the code.
 """
 
@@ -169,8 +170,7 @@ def cells(results: Path = RESULTS, suites=None) -> list[dict]:
             cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
             cell["steps"] = finished[0]["steps"] if finished else 0
             cell["curves"] = {
-                d["seed"]: curve((results / suite / f"{job.name}.csv").with_name(f"seed{d['seed']}.csv"))
-                for d in finished
+                d["seed"]: curve(results / suite / cell["row"] / f"seed{d['seed']}.csv") for d in finished
             }
             cell["splits"], cell["published"] = {}, {}
             for split in finished[0]["eval"]["splits"] if finished else ():
@@ -327,6 +327,8 @@ def results_of(script: str, results: Path = RESULTS) -> list[str]:
 def sixteen(results: Path = RESULTS) -> list[dict]:
     """Our runs of 1M steps in OpenAI's setting, one entry per Procgen game, and OpenAI's PPO at the same step."""
     points, tenths, errors = reference(), reference("last_tenth"), reference("stderr")
+    with open(REFERENCE / "procgen16_1m.csv", newline="") as file:
+        logged = list(csv.DictReader(file))
     ours = {}
     for cell in cells(results, ["two_cores", "procgen16_1m"]):
         if cell["job"].variant == "ppo_procgen:openai" and cell["done"]:
@@ -339,7 +341,9 @@ def sixteen(results: Path = RESULTS) -> list[dict]:
         one = dict(game=game, means=means, low=low, high=high, theirs=tenths[key][ONE_MILLION])
         one["deviation"] = errors[key][ONE_MILLION] * 3**0.5  # of OpenAI's three runs
         one["curves"] = list(ours[game]["curves"].values()) if game in ours else []
-        one["points"] = [(step, points[key][step], errors[key][step] * 3**0.5) for step in (500_000, ONE_MILLION)]
+        rows = [row for row in logged if row["env"] == game]
+        one["steps"] = [int(row["step"]) for row in rows]
+        one["runs"] = [[float(row[name]) for row in rows] for name in ("run0", "run1", "run2")]
         found.append(one)
     return found
 
@@ -525,15 +529,14 @@ def draw_headlines(path: Path, pyplot, results: Path = RESULTS):
 
 
 def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
-    """All Procgen games: our curves in OpenAI's setting and OpenAI's points."""
+    """All Procgen games: our curves in OpenAI's setting and those of OpenAI's three runs, both running means."""
     figure, axes = pyplot.subplots(4, 4, figsize=(8.4, 7.2), sharex=True, layout="constrained")
     for panel, one in zip(axes.flat, sixteen(results), strict=True):
+        for means in one["runs"]:
+            panel.plot([step / 1e6 for step in one["steps"]], means, "0.6", linewidth=0.8)
         for values in filter(None, one["curves"]):
-            steps, means = smooth(values, 20_000)
+            steps, means = running_mean(values)
             panel.plot([step / 1e6 for step in steps], means, COLORS["ppo_procgen"], linewidth=1.2)
-        steps, scores, deviations = zip(*one["points"], strict=True)
-        steps = [step / 1e6 for step in steps]
-        panel.errorbar(steps, scores, deviations, color="k", marker="o", markersize=4, capsize=3, linewidth=1)
         panel.axhline(one["low"], color="grey", linestyle=":", linewidth=1)
         panel.set_title(one["game"], fontsize=10)
         panel.tick_params(labelsize=8)
@@ -541,7 +544,7 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
         panel.set_xticks([0, 0.5, 1])
     lines = [
         pyplot.Line2D([], [], color=COLORS["ppo_procgen"], label="ppo_procgen.py, one line per seed"),
-        pyplot.Line2D([], [], color="k", marker="o", markersize=4, label="OpenAI's PPO, mean and std of 3 runs"),
+        pyplot.Line2D([], [], color="0.6", label="OpenAI's PPO, one line per run"),
         pyplot.Line2D([], [], color="grey", linestyle=":", label="a policy that sees nothing (OpenAI)"),
     ]
     figure.legend(handles=lines, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
@@ -617,6 +620,23 @@ def smooth(values: list, window: float) -> tuple[list, list]:
     steps = [part[-1][0] for part in windows.values()]
     means = [sum(score * n for _, score, n in part) / sum(n for *_, n in part) for part in windows.values()]
     return steps, means
+
+
+def running_mean(values: list, episodes: int = 100) -> tuple[list, list]:
+    """Rows (step, mean return, episodes) -> steps, and the mean over the last rows with at least 100 episodes.
+
+    OpenAI's logs have the mean of the last 100 episodes.
+    """
+    means = []
+    for i in range(len(values)):
+        total = count = 0
+        for _, score, n in reversed(values[: i + 1]):
+            total += score * n
+            count += n
+            if count >= episodes:
+                break
+        means.append(total / count)
+    return [step for step, *_ in values], means
 
 
 def main(argv=None) -> int:

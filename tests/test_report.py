@@ -85,6 +85,16 @@ def test_sixteen_games(tmp_path):
     assert mean[0] == "**mean normalized return, 2 games**" and mean[2] == f"{ours:.3f}"
 
 
+def test_logs_of_sixteen_games():
+    """The curves of OpenAI's three runs have the last tenth and the standard error that the tables use."""
+    for one in report.sixteen():
+        assert len(one["steps"]) == 61 and one["steps"][-1] == report.ONE_MILLION
+        tenths = [[x for step, x in zip(one["steps"], run, strict=True) if step > 900_000] for run in one["runs"]]
+        means = [np.mean(tenth) for tenth in tenths]
+        assert np.mean(means) == pytest.approx(one["theirs"], abs=1e-4)
+        assert np.std(means, ddof=1) == pytest.approx(one["deviation"], abs=2e-4)
+
+
 def test_line_numbers_follow_the_code(monkeypatch, tmp_path):
     """A link gets the number of the line with its code; code that is gone or not unique is an error."""
     (tmp_path / "a.py").write_text("x = 1\ny = 2\ny = 2\nz = 3\n")
@@ -176,6 +186,12 @@ def test_speed_has_a_column_for_each_machine(tmp_path):
     assert second == "| `appo_atari --seed b` | - | **4.00** (3.00 to 5.00) |"
     text = "\n".join(report.speed_table(tmp_path))
     assert "| CPU (AVX2), 2 cores | 1111111 |" in text and "| CPU, 16 cores, GPU X | 1111111 |" in text
+
+
+def test_running_mean():
+    """Over the fewest last rows with enough episodes; over all of them at the start."""
+    rows = [(10, 1.0, 60), (20, 4.0, 60), (30, 7.0, 40), (40, 1.0, 100)]
+    assert report.running_mean(rows) == ([10, 20, 30, 40], [1.0, 2.5, 5.2, 1.0])
 
 
 def test_smooth():
