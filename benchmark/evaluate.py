@@ -5,8 +5,9 @@
 
 The run's config.json names the script, which is looked for in the root of the repository and in benchmark/variants
 (elsewhere: --script FILE). Environments and seeds are those of the script's own evaluation, so the same number of
-episodes gives the same returns. The run's folder is only read. Flags that are newer than the run have their defaults.
-A run of the first edition is played too, if its network has not changed. A warning tells when the script has changed.
+episodes gives the same returns on the same kind of device. The run's folder is only read. Flags that are newer than the
+run have their defaults. A run of the first edition is played too, if its network has not changed. A warning tells when
+the script has changed.
 
 The film shows the first episode of the first environment, of the first split; it needs imageio and av
 (requirements-dev.txt). A run on environments of your own is played from Python: the script's `evaluate(agent, args,

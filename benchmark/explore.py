@@ -164,13 +164,14 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
         args = script.Args(env_id="Pitfall", seed=seed, num_envs=8, num_steps=64, minibatch_size=64)
         args.quiet, args.eval_episodes, args.warmup_steps, args.device = True, 0, 32, "cpu"
         args.run_dir = folder or temporary
-        batch_size = args.num_envs * args.num_steps
-        sgd_steps_per_iteration = args.update_epochs * batch_size // args.minibatch_size
-        if target:  # one pass, whatever --update-epochs
+        if target:
             args.target, args.predictor_share, args.update_epochs = target, 0.25 if target == "v" else 1, 1
-            sgd_steps_per_iteration = batch_size // args.minibatch_size
         args.run_name = f"snd-{seed}"
         args = tyro.cli(type(args), args=flags, default=args)
+        batch_size = args.num_envs * args.num_steps
+        sgd_steps_per_iteration = batch_size // args.minibatch_size
+        if not target:  # snd_paper.py makes one pass, whatever --update-epochs
+            sgd_steps_per_iteration *= args.update_epochs
         run = Path(args.run_dir, args.run_name)
         if (run / "checkpoint.pt").exists():
             args.resume = str(run)
@@ -243,10 +244,13 @@ def main(argv=None) -> int:
         parser.error(f"--json {options.json}: is a folder")
     options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after the warm-up
     command = " ".join(["python", "benchmark/explore.py", *argv])
-    if options.probe == "cells":
-        cells(options, argv[end + 1 :], command)
-    else:
-        novelty(options, argv[end + 1 :], command)
+    run = cells if options.probe == "cells" else novelty
+    try:
+        run(options, argv[end + 1 :], command)
+    except ValueError as error:
+        if type(error).__name__ != "UsageError":  # each script has its own class of that name
+            raise
+        parser.error(str(error))
     return 0
 
 

@@ -3,7 +3,7 @@
     python benchmark/run.py --suite smoke --results smoke     # every script, two minutes in all
     python benchmark/run.py --suite cpu --results again --max-minutes 60  # stop after an hour
     python benchmark/run.py --suite two_cores --results again --only ppo_procgen-openai
-    python benchmark/run.py --suite gpu --only bigfish --jobs 4
+    python benchmark/run.py --suite gpu --only bigfish --jobs 2
     python benchmark/run.py --suite procgen16 --launcher slurm > array.sbatch
 
 A job with a result in --results is not run again (benchmark/results has the published ones). A stopped job continues
@@ -15,11 +15,13 @@ run, other code does not. After a change of the code use a new --results (and so
 """
 
 import argparse
+import contextlib
 import csv
 import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -101,7 +103,7 @@ SUITES = {
         ("impala_procgen", ["bigfish", "coinrun"], 1, ""),
         ("ppo_procgen:openai", ["coinrun"], 1, f"--num-levels 200 --total-timesteps 25000000 {OPENAI}"),
     ],
-    "procgen16_1m": [  # compared with OpenAI's curves; about 3 hours each on one core
+    "procgen16_1m": [  # compared with OpenAI's curves; 4 to 6 hours each on one core
         ("ppo_procgen:openai", UNMEASURED, 1, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}")
     ],
     "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 to 3 hours each on one core
@@ -215,6 +217,15 @@ def thin(rows: list[dict], most: int = 500) -> list[dict]:
     return merged
 
 
+def available_cores() -> int:
+    """Cores by affinity mask and container quota."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
 def installed(package: str) -> str | None:
     try:
         return version(package)
@@ -235,7 +246,7 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
     result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
     result |= {name: last.get(name) for name in ("git", "cpu", "gpu")}
-    result["cores"] = args.get("threads") or args.get("torch_threads") or len(os.sched_getaffinity(0))
+    result["cores"] = args.get("threads") or args.get("torch_threads") or available_cores()
     revisions = dict.fromkeys(part.get("git") for part in parts)
     result["git_before"] = [git for git in revisions if git and git != result["git"]]
     machines = [part.get("gpu") or part.get("cpu") for part in parts]
@@ -247,8 +258,11 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     result["eval"] = evaluation
     if not error:  # done: all its iterations, and an evaluation after the last one
         evaluated = rows and evaluation and evaluation["step"] == before
-        if not evaluated or args.get("total_timesteps", 0) - before >= before / int(rows[-1]["iteration"]):
+        if not evaluated:
             result["status"] = "open"
+        elif args.get("total_timesteps", 0) - before >= before / int(rows[-1]["iteration"]):
+            if not args.get("target_return"):  # which ends a run early
+                result["status"] = "open"
     merged = thin(rows)
     lines = [row.keys() for row in merged[:1]] + [row.values() for row in merged]
     text = "".join(",".join(line) + "\n" for line in lines)
@@ -258,10 +272,10 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
 def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, stopping=(), processes=None):
     """Start or continue a job -> (csv, json) when it is done or has failed, None when it was stopped.
 
-    deadline: time.time() at which it is stopped. stopping: not empty when the caller wants it to stop. processes: the
-    training process is appended. The process holds the job's lock, so that no two processes train in one folder. It
-    has its own process group, so that a terminal's Ctrl-C reaches it once, through its parent; and it ends when its
-    parent dies.
+    threads: 0 lets the script choose. deadline: time.time() at which it is stopped. stopping: not empty when the
+    caller wants it to stop. processes: the training process is appended. The process holds the job's lock, so that no
+    two processes train in one folder. It has its own process group, so that a terminal's Ctrl-C reaches it once,
+    through its parent; and it ends when its parent dies.
     """
     parent = os.getpid()
 
@@ -279,7 +293,10 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if stopping or time.monotonic() > until:
+                if stopping:
+                    return None
+                if time.monotonic() > until:
+                    print(f"{run}: another process is training it", file=sys.stderr)
                     return None
                 time.sleep(0.2)
         command = [sys.executable, str(ROOT / job.file), "--threads", str(threads), "--quiet", *job.command[2:]]
@@ -290,7 +307,7 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
                 shutil.rmtree(run)
             command += ["--run-dir", str(run.parent), "--run-name", run.name]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        environment = os.environ | dict(OMP_NUM_THREADS=str(threads))
+        environment = os.environ | (dict(OMP_NUM_THREADS=str(threads)) if threads else {})
         options = dict(pass_fds=[lock.fileno()], preexec_fn=tied, process_group=0, env=environment, **pipes)
         process = subprocess.Popen(command, **options)
         if processes is not None:
@@ -309,8 +326,9 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
             return found
         lines = [line.strip("│╭╮╰╯─ ") for line in output.splitlines()]  # tyro draws a box around bad usage
         lines = [line for line in lines if line]
-        error = " ".join(lines)[:300] if process.returncode == 2 else "\n".join(lines[-5:])
-        return collect(job, run, error or f"exit status {process.returncode}, {found[1]['steps']:,} steps")
+        status = f"exit status {process.returncode}, {found[1]['steps']:,} steps"
+        bad_usage = " ".join(lines)[:300] if process.returncode == 2 else ""
+        return collect(job, run, bad_usage or "\n".join([status, *lines[-5:]]))
 
 
 def record(job: Job, result, results: Path) -> str:
@@ -333,8 +351,11 @@ def state(job: Job, results: Path) -> str:
 
 
 def local(cells: list[Job], options) -> int:
-    """Run --jobs jobs at a time on this machine, each with its share of the cores."""
-    threads = max(len(os.sched_getaffinity(0)) // options.jobs, 1)
+    """Run --jobs jobs at a time on this machine."""
+    at_once = min(options.jobs, len(cells))
+    threads = options.threads
+    if not threads and at_once > 1:
+        threads = max(available_cores() // at_once, 1)
     deadline = time.time() + 60 * options.max_minutes if options.max_minutes else None
     processes, stopping = [], []
 
@@ -376,6 +397,7 @@ def slurm(cells: list[Job], options) -> str:
     lines += ["#SBATCH --gpus=1", "#SBATCH --cpus-per-task=8", "#SBATCH --signal=B:TERM@120", "cells=("]
     lines += [f"    {shlex.quote(job.name)}" for job in cells]
     command = f"python benchmark/run.py --suite {options.suite} --max-minutes {options.max_minutes:g}"
+    command += f" --threads {options.threads}" * bool(options.threads)
     folders = [str(path.resolve()) for path in (options.runs, options.results)]
     command += f" {'--retry ' * options.retry}{shlex.join(['--runs', folders[0], '--results', folders[1]])}"
     command += " --exactly --only"
@@ -397,6 +419,7 @@ def main(argv=None) -> int:
         help="jobs at a time, all on one GPU; start another run.py for each further GPU, with CUDA_VISIBLE_DEVICES "
         "and another --only",
     )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads per job; 0 = share out all cores")
     parser.add_argument("--max-minutes", type=float, default=0, help="stop and save after this; 0 = never")
     parser.add_argument("--runs", type=Path, help="folder of the runs; default: runs/benchmark, or RESULTS/runs")
     parser.add_argument(
@@ -409,6 +432,8 @@ def main(argv=None) -> int:
     cells = [job for job in jobs_of(options.suite, options.only) if not options.exactly or job.name == options.only]
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least 1")
+    if options.threads < 0:
+        parser.error(f"--threads {options.threads}: at least 0")
     if not cells:
         parser.error(f"--only {options.only!r}: no job of {options.suite}")
     if options.list:

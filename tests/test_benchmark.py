@@ -195,6 +195,8 @@ def test_cells_are_counted(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row[0] for row in rows] == [64, 128] and 0 < rows[0][1] <= rows[1][1] and rows[1][2] == 1
+    done = subprocess.run([sys.executable, explore_file, *words.split(), "--num-steps", "0"], capture_output=True)
+    assert done.returncode == 2 and b"--num-steps 0: must be" in done.stderr.splitlines()[-1]
 
 
 def test_feature_moments():
@@ -228,6 +230,10 @@ def test_novelty_after_each_number_of_sgd_steps(tmp_path):
     assert again["steps"] == 24 and again["seen"] == second["seen"]
     assert third["steps"] == 32 and third["target_loss"] == 0 and third["seen"] != second["seen"]
     assert third["seen_squared_mean"] > 0
+    words = f"novelty --seeds 1 --sgd-steps 8 --json {tmp_path}/x.json -- --minibatch-size 32 --update-epochs 1"
+    done = subprocess.run([sys.executable, explore_file, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["steps"] == 16  # of one iteration
 
 
 def test_floor_command(tmp_path, monkeypatch, capsys):

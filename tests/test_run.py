@@ -88,6 +88,13 @@ def test_what_is_done(tmp_path):
         assert found["status"] == status and found["train_seconds"] == 2 * last
         assert found["git"] == "new" and found["git_before"] == ["old"] and found["cores"] == 3
         assert (found["gpu"], found["cpu"], found["machines_before"]) == (None, "CPU", {"GPU": 32})
+    parts[-1]["args"]["target_return"] = 9.0  # reached in the first iteration
+    (tmp_path / "config.json").write_text(json.dumps(parts))
+    for steps, status in ((64, "done"), (0, "open")):
+        lines = ["step,iteration,time/sps,episode/count", "64,1,32.0,1", ""]
+        (tmp_path / "metrics.csv").write_text("\n".join(lines))
+        (tmp_path / "eval.json").write_text(json.dumps({"step": steps, "splits": {}}))
+        assert run.collect(cell(150), tmp_path)[1]["status"] == status
     first_edition = {"git": "x", "args": {"total_timesteps": 150, "torch_threads": 2}}
     (tmp_path / "config.json").write_text(json.dumps(first_edition))
     found = run.collect(cell(150), tmp_path)[1]
@@ -125,6 +132,25 @@ def test_an_error_of_one_job_does_not_stop_the_others(tmp_path, monkeypatch, cap
     assert "2 done, 1 failed" in printed.out and "the disk is gone" in printed.err and "Traceback" in printed.err
 
 
+def test_threads(tmp_path, monkeypatch):
+    """One job at a time: the script chooses; several: they share the cores; --threads: this many."""
+    used = []
+    monkeypatch.setattr(run, "available_cores", lambda: 9)
+    monkeypatch.setattr(run, "execute", lambda job, runs, threads, *rest: used.append(threads))
+    for games, flags in ((1, []), (3, []), (3, ["--threads", "3"]), (3, ["--jobs", "1"])):
+        assert bench(tmp_path, monkeypatch, [("ppo_procgen", ["starpilot"], games, "")], *flags) == 0
+    assert used == [0, *[4] * 3, *[3] * 3, *[0] * 3]
+
+
+def test_a_killed_process_says_so(tmp_path, monkeypatch):
+    """The recorded error has the exit status, not only the last lines."""
+    script = tmp_path / "killed.py"
+    script.write_text("import os; print('training', flush=True); os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(run.Job, "file", str(script))
+    _, found = run.execute(cell(150), tmp_path / "runs", 0)
+    assert found["status"] == "failed" and found["error"] == "exit status -9, 0 steps\ntraining"
+
+
 def test_killed_it_goes_on(tmp_path, monkeypatch):
     """Training ends with run.py, however that ends, leaves a checkpoint of its last iteration, and continues there."""
     job, saved, history = cell(640_000), 0, []  # more than it could do in the meantime
@@ -155,7 +181,7 @@ def test_killed_it_goes_on(tmp_path, monkeypatch):
     assert [line.split(",")[1] for line in lines[1:]] == [str(i) for i in range(1, saved + 3)]
 
 
-def test_told_to_stop_it_begins_nothing(tmp_path, monkeypatch):
+def test_told_to_stop_it_begins_nothing(tmp_path, monkeypatch, capsys):
     """A signal while a job waits for its lock, one before it starts, a deadline: no training is left running."""
     job, processes = cell(64_000), []
     lock = tmp_path / f"{job.folder}.lock"
@@ -166,7 +192,8 @@ def test_told_to_stop_it_begins_nothing(tmp_path, monkeypatch):
         clock = iter(range(0, 1000, 30))
         patch.setattr(run.time, "monotonic", lambda: next(clock))
         patch.setattr(run.time, "sleep", lambda seconds: None)
-        assert run.execute(job, tmp_path, 1, processes=processes) is None  # another run.py trains this job
+        assert run.execute(job, tmp_path, 1, processes=processes) is None
+    assert f"{job.folder}: another process is training it" in capsys.readouterr().err
     assert not processes and not (tmp_path / job.folder).exists()
     assert run.execute(job, tmp_path, 1, stopping=[15], processes=processes) is None  # ended at once
     assert run.execute(job, tmp_path, 1, deadline=time.time() + 0.5, processes=processes) is None

@@ -289,6 +289,7 @@ def test_policies_of_michalnand(variant, config):
 def test_bonus_of_michalnand(variant):
     """Half the sum of squared errors of frames less their mean; b2: divided by its std; rnd_1: coupled weights."""
     module = variant("rnd_michalnand")
+    assert "config" in module.script.FIXED
     rollout = torch.randint(
         256, (4, 8, 3, 32, 32), dtype=torch.uint8
     )  # 3 steps of 8 environments, one observation more

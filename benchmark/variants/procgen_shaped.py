@@ -2,8 +2,9 @@
 
     python benchmark/variants/procgen_shaped.py --env-id bigfish
 
-The agent learns from sign(r) * (sqrt(|r| + 1) - 1) + 0.001 * r, which compresses large rewards
-(Pohlen et al. 2018, arXiv:1805.11593). `episode/return` and evaluations are the game's scores.
+The agent learns from sign(r) * (sqrt(|r| + 1) - 1) + 0.001 * r, which compresses large rewards.
+`episode/return` and evaluations are the game's scores. The function is from Pohlen et al. 2018,
+arXiv:1805.11593, who apply it to action values, with 0.01.
 
 Source: callbacks.py of T. Tumiel's entry to the NeurIPS 2020 Procgen competition. There it is off,
 and when it is on, it comes after RLlib has computed the advantages; here it comes before.

@@ -48,7 +48,8 @@ RND_CONVS = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]  # of the others
 @dataclass
 class Args(script.Args):
     config: Literal[*CONFIGS] = "rnd_1"  # policy, gain and bonus, see CONFIGS
-    eta: float = 256  # bonus = this x the mean of the 512 squared errors, at most --int-clip
+    eta: float = 256
+    """bonus = this x the mean of the 512 squared errors, at most --int-clip; no effect in b2, b3"""
 
 
 class Attention(nn.Module):
@@ -129,6 +130,7 @@ script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
 script.SND = RND
+script.FIXED += ["config"]
 
 if __name__ == "__main__":
     sys.exit(script.main())

@@ -4,6 +4,9 @@
     python benchmark/variants/snd_paper.py --target std --predictor-share 1 --eta 1      # SND-STD
     python benchmark/variants/snd_paper.py --target vic --predictor-share 1 --eta 0.25   # SND-VIC
 
+These flags are for Montezuma's Revenge, Gravitar and Pitfall. For SND-STD, Private Eye and Solaris
+have --eta 0.5, Venture 0.25; for SND-V and SND-VIC all six games are alike.
+
 SND: arXiv:2302.11563. SND-STD learns its target by InfoNCE in space and time (ST-DIM: Anand et al.
 2019, arXiv:1906.08226), SND-VIC by VICReg (Bardes et al. 2022, arXiv:2105.04906). Both pair each
 frame of a minibatch with the next frame.

@@ -8,7 +8,8 @@ r"""snd_paper.py on Procgen's exploration levels, one hard level of a game with 
 Source: Pechac et al. 2023, arXiv:2302.11563, the settings of its code: 64 x 64 RGB, two frames, of
 which an episode's first observation has one and zeros; one random action in 100, unclipped rewards,
 a narrower last convolution (not in SND-VIC's predictor); target and predictor see the newest frame.
-Its --eta for SND-STD: coinrun 0.25, caveflyer 0.5, climber and jumper 1; else 0.5. Not measured.
+Its --eta is 0.5, but for SND-STD 0.25 on coinrun and 1 on climber and jumper. It has no settings
+for heist, leaper, maze and ninja. Not measured.
 
 The script takes an observation's last channel for the newest frame. So a frame is packed into one
 channel of twice the width and height, a pixel's colors into a square, and Agent and SND unpack it.
