@@ -73,7 +73,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
+    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -94,7 +94,7 @@ class Args:
     num_groups: int = 2  # groups of environments, each stepped by its own thread
     # optimization
     num_steps: int = 128  # rollout length per environment
-    minibatch_size: int = 1024  # rows per SGD step; whole trajectories of --num-steps rows
+    minibatch_size: int = 1024  # rows per SGD step and process; a multiple of --num-steps
     num_minibatches: int = 8  # minibatches per dataset; an iteration trains on one dataset
     update_epochs: int = 4  # passes over a dataset
     lr: tuple[float, ...] = (3.033891184e-4,)
@@ -332,12 +332,10 @@ RATIO_LIMITS = (0.05, 20)  # Sample Factory's safety limits
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    try:
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
-    except RuntimeError as error:
-        if torch.isfinite(logits).all():
-            raise
-        raise FloatingPointError("the policy's logits are not finite") from error
+    probabilities = logits.softmax(-1)
+    if not torch.isfinite(probabilities).all():
+        raise FloatingPointError("the policy's logits are not finite")
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -979,7 +977,7 @@ def set_up(args: Args) -> torch.device:
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if WORLD > 1 and name == "cuda":
+    if WORLD > 1 and name.startswith("cuda"):
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)

@@ -75,7 +75,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
+    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -93,7 +93,7 @@ class Args:
     num_groups: int = 4  # groups, which take turns: group k % num_groups plays rollout k
     # optimization
     num_steps: int = 64  # rollout length; a fragment is one environment's part of a rollout
-    minibatch_size: int = 2048  # rows per SGD step; a multiple of a group's rollout
+    minibatch_size: int = 2048  # rows per SGD step and process; a multiple of a group's rollout
     update_epochs: int = 1  # passes over a batch
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
@@ -102,7 +102,7 @@ class Args:
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: actors play while the learner trains
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead, with --no-sync
-    replay_slots: int = 16  # newest batches kept for replay, 51 MB each; 0 = no replay
+    replay_slots: int = 16  # newest batches kept for replay by each process, 51 MB each; 0 = none
     replay_proportion: float = 3  # replayed batches per new one, at most 100; 0 = no replay
     # algorithm
     gamma: float = 0.99  # discount
@@ -283,12 +283,10 @@ class Agent(nn.Module):
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    try:
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
-    except RuntimeError as error:
-        if torch.isfinite(logits).all():
-            raise
-        raise FloatingPointError("the policy's logits are not finite") from error
+    probabilities = logits.softmax(-1)
+    if not torch.isfinite(probabilities).all():
+        raise FloatingPointError("the policy's logits are not finite")
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
 def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
@@ -853,7 +851,7 @@ def set_up(args: Args) -> torch.device:
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if WORLD > 1 and name == "cuda":
+    if WORLD > 1 and name.startswith("cuda"):
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)

@@ -70,7 +70,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1
+    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the network that learns; unmeasured on a GPU
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -89,7 +89,7 @@ class Args:
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     # optimization
     num_steps: int = 128  # rollout length per environment
-    minibatch_size: int = 512  # rows per SGD step
+    minibatch_size: int = 512  # rows per SGD step and process
     update_epochs: int = 4  # how often a row is drawn, on average
     lr: tuple[float, ...] = (1e-4,)
     """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
@@ -107,7 +107,7 @@ class Args:
     int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
     eta: float = 0.5  # bonus = this x the mean squared error of the predicted features
     int_clip: float = 1  # largest bonus; 0 = off
-    pairs: int = 64  # pairs of frames per SGD step of the target
+    pairs: int = 64  # pairs of frames per SGD step of the target and process
     predictor_share: float = 0
     """share of the errors that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
     warmup_steps: int = 256
@@ -357,12 +357,10 @@ class SND(nn.Module):
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    try:
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
-    except RuntimeError as error:
-        if torch.isfinite(logits).all():
-            raise
-        raise FloatingPointError("the policy's logits are not finite") from error
+    probabilities = logits.softmax(-1)
+    if not torch.isfinite(probabilities).all():
+        raise FloatingPointError("the policy's logits are not finite")
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -885,7 +883,7 @@ def set_up(args: Args) -> torch.device:
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if WORLD > 1 and name == "cuda":
+    if WORLD > 1 and name.startswith("cuda"):
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)

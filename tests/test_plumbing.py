@@ -504,10 +504,21 @@ def types_of_run(script):
     return script.module.Run(args, torch.device("cpu"), ITERATION, ITERATION)
 
 
-def test_sampling_refuses_logits_that_are_not_finite(script):
+def test_sampling_refuses_logits_that_are_not_finite(script, monkeypatch):
+    """Before multinomial, whose own check on a GPU makes CUDA unusable."""
+    monkeypatch.setattr(torch, "multinomial", None)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(FloatingPointError):
             script.module.sample(torch.tensor([[0.0, bad]]))
+
+
+def test_each_process_has_its_gpu(script, monkeypatch):
+    """torchrun's processes do not share the GPU of a saved or typed --device cuda:1."""
+    monkeypatch.setattr(script.module, "WORLD", 2)
+    monkeypatch.setenv("LOCAL_RANK", "99")  # which no machine has
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(script.module.UsageError, match="--device cuda:99 "):
+            script.module.set_up(script.module.Args(device=device))
 
 
 def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capfd):
