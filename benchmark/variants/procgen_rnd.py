@@ -35,9 +35,8 @@ import ppo_procgen as script
 @dataclass
 class Args(script.Args):
     rnd_coef: float = 1  # weight of the bonus in the reward; 0 = off
-    rnd_clip: float = (
-        2  # largest bonus of a step, before its weight; 0 = 10 (none without --rnd-norm)
-    )
+    rnd_clip: float = 2
+    """largest bonus of a step, before its weight; 0 = no limit (10 with --rnd-norm)"""
     rnd_norm: bool = True  # first divide it by the running std of its sums discounted by --gamma
 
 
