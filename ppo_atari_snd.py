@@ -107,7 +107,7 @@ class Args:
     int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
     eta: float = 0.5  # bonus = this x the mean squared error of the predicted features
     int_clip: float = 1  # largest bonus; 0 = off
-    pairs: int = 64  # pairs of frames per SGD step of the target and process
+    pairs: int = 64  # pairs of frames per process and SGD step of the target
     predictor_share: float = 0
     """share of the errors that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
     warmup_steps: int = 256
