@@ -10,7 +10,8 @@ is named and left out; a failed job is shown with its error.
 Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
 michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
 step, for the pictures. "stderr" is the standard error over runs of what the tables use.
-reference/procgen16_1m.csv has OpenAI's three runs on all levels, one row per update up to 1M steps.
+reference/procgen16_1m.csv has the returns of OpenAI's three runs on all levels, one row per update up to 1M steps;
+procgen16_1m_statistics.csv has the means of their other statistics over these 61 updates, under OpenAI's names.
 Links to a line of ours, [`code`](../script.py#L1), get the number of the one line that contains the code.
 """
 
@@ -369,6 +370,44 @@ def sixteen_table(results: Path = RESULTS) -> list[str]:
     return [*lines, f"| **{games}** | | {ours:.3f} | {theirs:.3f} | |"]
 
 
+STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours to OpenAI's
+    "loss/entropy": ("loss/policy_entropy", 1),
+    "train/approx_kl": ("loss/approxkl", 1),
+    "train/clip_frac": ("loss/clipfrac", 1),
+    "loss/policy": ("loss/policy_loss", 1),
+    "loss/value": ("loss/value_loss", 0.5),
+    "train/explained_variance": ("misc/explained_variance", 1),
+    "episode/length": ("eplenmean", 1),
+}
+OUTSIDE = 4.97  # |z| of one more run of the same code is below this in 95 % of cases: Student's t of three runs
+
+
+def statistics_table(results: Path = RESULTS) -> list[str]:
+    """Statistics of training, each a mean over the updates of 1M steps: our runs compared with OpenAI's three."""
+    theirs = {}
+    with open(REFERENCE / "procgen16_1m_statistics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            theirs[row["env"], row["statistic"]] = [float(row[name]) for name in ("run0", "run1", "run2")]
+    runs = []
+    for cell in cells(results, ["two_cores", "procgen16_1m"]):
+        if cell["job"].variant == "ppo_procgen:openai":
+            for seed in cell["curves"]:
+                with open(results / cell["job"].suite / cell["row"] / f"seed{seed}.csv", newline="") as file:
+                    runs.append((cell["job"].game, list(csv.DictReader(file))))
+    lines = [f"| statistic | ours / OpenAI's, median of {len(runs)} runs | range | runs outside |", "|" + "---|" * 4]
+    for name, (original, factor) in STATISTICS.items():
+        ratios, outside = [], 0
+        for game, rows in runs:
+            ours = factor * statistics.mean(float(row[name]) for row in rows if row[name])
+            published = theirs[game, original]
+            mean = statistics.mean(published)
+            ratios.append(ours / mean)
+            outside += abs(ours - mean) > OUTSIDE * statistics.stdev(published)
+        limits = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        lines.append(f"| `{name}` | {statistics.median(ratios):.2f} | {limits} | {outside} |")
+    return lines
+
+
 def speeds(results: Path = RESULTS) -> list[dict]:
     """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
     first = ["cleanrl", "sb3"]
@@ -462,7 +501,7 @@ PER_FILE = {  # the tables between marks, by file
     "docs/performance.md": dict(speed=speed_table, floor=floor_table),
     **{f"docs/{name}.md": dict(results=lambda results, name=name: results_of(name, results)) for name in SCRIPTS},
 }
-PER_FILE["docs/ppo_procgen.md"]["procgen16"] = sixteen_table
+PER_FILE["docs/ppo_procgen.md"] |= dict(procgen16=sixteen_table, statistics=statistics_table)
 
 
 def filled(text: str, tables: dict, results: Path = RESULTS) -> str:

@@ -95,6 +95,27 @@ def test_logs_of_sixteen_games():
         assert np.std(means, ddof=1) == pytest.approx(one["deviation"], abs=2e-4)
 
 
+def test_statistics_of_updates(tmp_path):
+    """Ratios to OpenAI's mean by hand, the value loss halved; a run is outside beyond 4.97 standard deviations."""
+    entropies = [2.56377, 2.56829, 2.57586]  # of bigfish, in reference/procgen16_1m_statistics.csv
+    value_losses = [0.151545, 0.137697, 0.14914]
+    mean, deviation = np.mean(entropies), np.std(entropies, ddof=1)
+    write(tmp_path, "ppo_procgen-openai/bigfish/seed1", 1.0, "procgen16_1m", 999_424)
+    path = tmp_path / "procgen16_1m/ppo_procgen-openai/bigfish/seed1.csv"
+    for z, outside in ((4.96, "0"), (-4.96, "0"), (4.98, "1"), (-4.98, "1")):
+        ours = dict.fromkeys(report.STATISTICS, 1.0) | {"loss/entropy": mean + z * deviation}
+        table = [["step", "episode/return", "episode/count", *ours]]
+        for value_loss in (0.2, 0.4):  # of two updates
+            ours["loss/value"] = value_loss
+            table.append([1, 2, 3, *ours.values()])
+        path.write_text("".join(",".join(map(str, row)) + "\n" for row in table))
+        text = "\n".join(report.statistics_table(tmp_path))
+        (entropy,), (value,) = rows(text, "`loss/entropy`"), rows(text, "`loss/value`")
+        ratio = f"{ours['loss/entropy'] / mean:.2f}"
+        assert entropy == ["`loss/entropy`", ratio, f"{ratio} to {ratio}", outside]
+        assert value[1] == f"{0.15 / np.mean(value_losses):.2f}"
+
+
 def test_line_numbers_follow_the_code(monkeypatch, tmp_path):
     """A link gets the number of the line with its code; code that is gone or not unique is an error."""
     (tmp_path / "a.py").write_text("x = 1\ny = 2\ny = 2\nz = 3\n")
