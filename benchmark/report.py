@@ -338,13 +338,15 @@ def sixteen(results: Path = RESULTS) -> list[dict]:
     for game in matrix.PROCGEN:
         key = ("procgen", game, "all_levels_PPO")
         low, high = (points["procgen", game, name][0] for name in ("R_min", "R_max"))
-        means = last_tenth(ours[game])[0] if game in ours else []
-        one = dict(game=game, means=means, low=low, high=high, theirs=tenths[key][ONE_MILLION])
+        one = dict(game=game, low=low, high=high, theirs=tenths[key][ONE_MILLION])
         one["deviation"] = errors[key][ONE_MILLION] * 3**0.5  # of OpenAI's three runs
-        one["curves"] = list(ours[game]["curves"].values()) if game in ours else []
+        curves = ours[game]["curves"].values() if game in ours else []
+        one["curves"] = [running_mean(rows) for rows in curves if rows]
+        one["means"] = [end_of(*curve) for curve in one["curves"]]
         rows = [row for row in logged if row["env"] == game]
         one["steps"] = [int(row["step"]) for row in rows]
         one["runs"] = [[float(row[name]) for row in rows] for name in ("run0", "run1", "run2")]
+        one["their_means"] = [end_of(one["steps"], run) for run in one["runs"]]
         found.append(one)
     return found
 
@@ -352,22 +354,34 @@ def sixteen(results: Path = RESULTS) -> list[dict]:
 ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
 
 
+def end_of(steps: list, values: list) -> float:
+    """The mean of the values in the last tenth of 1M steps."""
+    return statistics.mean(value for step, value in zip(steps, values, strict=True) if step > 0.9 * ONE_MILLION)
+
+
 def sixteen_table(results: Path = RESULTS) -> list[str]:
-    """Our last tenth, OpenAI's with its standard deviation over three runs, z-scores, normalized returns."""
+    """Ours and OpenAI's at the end of 1M steps, z-scores, mean normalized returns.
+
+    Both are means over the updates of the last tenth, each of about 100 episodes (`running_mean`).
+    """
     lines = ["| game | seeds | ours | OpenAI's PPO (std of 3 runs) | z |", "|" + "---|" * 5]
-    normal = []
-    for one in sixteen(results):
-        if not one["means"]:
-            continue
-        mean = statistics.mean(one["means"])
-        z = (mean - one["theirs"]) / one["deviation"]
+    found = [one for one in sixteen(results) if one["means"]]
+    for one in found:
+        z = (statistics.mean(one["means"]) - one["theirs"]) / one["deviation"]
         ours = ", ".join(f"{score:.2f}" for score in one["means"])
         theirs = f"{one['theirs']:.2f} ({one['deviation']:.2f})"
         lines.append(f"| {one['game']} | {len(one['means'])} | {ours} | {theirs} | {z:+.1f} |")
-        normal.append([(score - one["low"]) / (one["high"] - one["low"]) for score in (mean, one["theirs"])])
-    ours, theirs = (statistics.mean(column) for column in zip(*normal, strict=True))
-    games = f"mean normalized return, {len(normal)} games"
-    return [*lines, f"| **{games}** | | {ours:.3f} | {theirs:.3f} | |"]
+
+    def normalized(scores) -> float:
+        pairs = zip(scores, found, strict=True)
+        return statistics.mean((score - one["low"]) / (one["high"] - one["low"]) for score, one in pairs)
+
+    ours = normalized([statistics.mean(one["means"]) for one in found])
+    runs = [normalized(scores) for scores in zip(*(one["their_means"] for one in found), strict=True)]
+    mean, deviation = statistics.mean(runs), statistics.stdev(runs)
+    theirs = f"{mean:.3f} ({deviation:.3f})"
+    title = f"**mean normalized return, {len(found)} games**"
+    return [*lines, f"| {title} | | {ours:.3f} | {theirs} | {(ours - mean) / deviation:+.1f} |"]
 
 
 STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours to OpenAI's
@@ -573,8 +587,7 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
     for panel, one in zip(axes.flat, sixteen(results), strict=True):
         for means in one["runs"]:
             panel.plot([step / 1e6 for step in one["steps"]], means, "0.6", linewidth=0.8)
-        for values in filter(None, one["curves"]):
-            steps, means = running_mean(values)
+        for steps, means in one["curves"]:
             panel.plot([step / 1e6 for step in steps], means, COLORS["ppo_procgen"], linewidth=1.2)
         panel.axhline(one["low"], color="grey", linestyle=":", linewidth=1)
         panel.set_title(one["game"], fontsize=10)
@@ -584,7 +597,7 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
     lines = [
         pyplot.Line2D([], [], color=COLORS["ppo_procgen"], label="ppo_procgen.py, one line per seed"),
         pyplot.Line2D([], [], color="0.6", label="OpenAI's PPO, one line per run"),
-        pyplot.Line2D([], [], color="grey", linestyle=":", label="a policy that sees nothing (OpenAI)"),
+        pyplot.Line2D([], [], color="grey", linestyle=":", label="lower end of the normalized range"),
     ]
     figure.legend(handles=lines, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     figure.supxlabel("million environment steps", fontsize=10)

@@ -104,6 +104,7 @@ def test_vtrace_on_policy_is_the_discounted_return():
 # ------------------------------------------------------------------------------------------------------ whole updates
 
 
+@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("replay", [0, 1])
 def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
     """V-trace in every pass, *summed* losses as in the reference, clip, Adam, from both groups' frames and actions.
@@ -148,7 +149,10 @@ def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
             sums = [-(action_logp * advantage).sum(), ((value[:16] - vs) ** 2).sum() / 2, -(logp.exp() * logp).sum()]
             optimizer.zero_grad()
             (sums[0] + 0.4 * sums[1] - ent_coef * sums[2]).backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(w.values(), 3.0).item())
+            norms.append(sum(x.grad.square().sum().item() for x in w.values()) ** 0.5)
+            scale = min(1, 3 / (norms[-1] + 64e-6))  # PyTorch adds 1e-6 to the norm, which the script takes of means
+            for x in w.values():
+                x.grad *= scale
             optimizer.step()
             rho = ratio.clamp(max=1).mean().item()
             if p < 2:
@@ -158,13 +162,13 @@ def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
                 replay_rho.append(rho)
     assert max(norms) > 3 and explained > 5e-4  # else they were not tested
     columns = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/rho_mean", "train/grad_norm")
-    np.testing.assert_allclose([metrics[x] for x in columns], np.mean(losses, 0), rtol=1e-3, atol=1e-6)
-    assert metrics["train/explained_variance"] == pytest.approx(explained, rel=5e-3)
+    np.testing.assert_allclose([metrics[x] for x in columns], np.mean(losses, 0), rtol=1e-9)
+    assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-9)
     assert metrics["train/lr"] == pytest.approx(2e-2) and metrics["train/ent_coef"] == pytest.approx(0.03)
     if replay:
-        assert metrics["replay/rho_mean"] == pytest.approx(np.mean(replay_rho), rel=1e-4) and replay_rho[0] < 0.999
+        assert metrics["replay/rho_mean"] == pytest.approx(np.mean(replay_rho), rel=1e-9) and replay_rho[0] < 0.999
     for key, x in w.items():
-        torch.testing.assert_close(saved["agent"][key].double(), x.detach(), rtol=1e-3, atol=2e-6, msg=key)
+        torch.testing.assert_close(saved["agent"][key].double(), x.detach(), rtol=1e-9, atol=1e-12, msg=key)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
