@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmark"))
 import report  # noqa: E402
 import run  # noqa: E402
 
+RUNS = ("run0", "run1", "run2")
 CURVE = ((4_000_000, 1.0, 2), (7_996_800, 3.0, 1))
 
 
@@ -71,18 +72,24 @@ def test_folder_of_results(tmp_path, capsys):
 
 
 def test_sixteen_games(tmp_path):
-    """z and normalised return by hand: starpilot 7.9 and 8.1, from 2.5 to 64 (Procgen paper, appendix C)."""
-    for seed, score in ((1, 8.0), (2, 7.8)):
-        name = f"ppo_procgen-openai/starpilot/seed{seed}"
-        write(tmp_path, name, 1.0, "two_cores", 999_424, curve=((999_424, score, 3),))
+    """z and normalized returns by hand: of means of 100 episodes, over the updates of the last tenth, of each run."""
+    # At 916,000 the last 100 episodes have a mean of 0.6 * 6 + 0.4 * 11 = 8.
+    curve = ((890_000, 11.0, 40), (916_000, 6.0, 60), (999_424, 8.4, 100))
+    write(tmp_path, "ppo_procgen-openai/starpilot/seed1", 1.0, "two_cores", 999_424, curve=curve)
+    write(tmp_path, "ppo_procgen-openai/starpilot/seed2", 1.0, "two_cores", 999_424, curve=((999_424, 7.8, 3),))
     write(tmp_path, "ppo_procgen-openai/coinrun/seed1", 1.0, "procgen16_1m", 999_424, curve=((999_424, 7.5, 3),))
     text = "\n".join(report.sixteen_table(tmp_path))
     (row,) = rows(text, "starpilot")
     published, deviation = 8.0605, 0.2260 * 3**0.5
-    assert row == ["starpilot", "2", "8.00, 7.80", "8.06 (0.39)", f"{(7.9 - published) / deviation:+.1f}"]
+    assert row == ["starpilot", "2", "8.20, 7.80", "8.06 (0.39)", f"{(8.0 - published) / deviation:+.1f}"]
     (mean,) = rows(text, "**mean")
-    ours = ((7.9 - 2.5) / 61.5 + (7.5 - 5) / 5) / 2
+    ours = ((8.0 - 2.5) / 61.5 + (7.5 - 5) / 5) / 2
+    logs = np.genfromtxt(report.REFERENCE / "procgen16_1m.csv", delimiter=",", dtype=None, names=True, encoding="utf-8")
+    ends = {game: logs[(logs["env"] == game) & (logs["step"] > 900_000)] for game in ("starpilot", "coinrun")}
+    runs = [((ends["starpilot"][k].mean() - 2.5) / 61.5 + (ends["coinrun"][k].mean() - 5) / 5) / 2 for k in RUNS]
+    spread = np.std(runs, ddof=1)
     assert mean[0] == "**mean normalized return, 2 games**" and mean[2] == f"{ours:.3f}"
+    assert mean[3:] == [f"{np.mean(runs):.3f} ({spread:.3f})", f"{(ours - np.mean(runs)) / spread:+.1f}"]
 
 
 def test_logs_of_sixteen_games():
