@@ -1,5 +1,6 @@
 """What all tests share: a fake vector env that can falsify a training loop."""
 
+import contextlib
 import csv
 import importlib
 import signal
@@ -57,13 +58,22 @@ def one_thread(request):
         torch.compiler.reset()  # PyTorch gives a function up, with a warning, after eight compilations in one process
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
+@contextlib.contextmanager
+def float64():
     """Scripts compute in float64. In fp32 a ReLU's input near 0 has another sign on another processor."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def in_float64():
+    with float64():
+        yield
 
 
 def rows(folder):

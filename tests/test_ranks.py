@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, random_episodes, rows, spy_on
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, equal, float64, random_episodes, rows, spy_on
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 T, N = 8, 2  # N environments a rank
@@ -107,7 +107,8 @@ def worker(folder: Path):
     """What each rank does; all cases in one process, whose start takes longer than they do."""
     rank = int(os.environ["RANK"])
     for script, options in CASES.items():
-        run(script, options, folder / f"{script}{rank}", envs_of(script, rank * N, N))
+        with float64():
+            run(script, options, folder / f"{script}{rank}", envs_of(script, rank * N, N))
         torch.distributed.barrier()  # rank 0's run, which both go on with, is written
         changes = dict(resume=str(folder / f"{script}0"), total_timesteps=4 * 2 * N * T)
         run(script, DRAWN[script], folder / f"drawn-{script}{rank}", **changes)
@@ -143,15 +144,19 @@ def tensors(state):
 @pytest.mark.parametrize("script", CASES)
 def test_two_ranks_update_like_one_with_both_their_rows(script, two_ranks, tmp_path):
     """Weights, running statistics and metrics of 2 ranks x N environments and of 1 rank x 2 N, after 2 iterations."""
-    run(script, CASES[script], tmp_path / "one", envs_of(script, 0, 2 * N), num_envs=2 * N, minibatch_size=2 * N * T)
+    changes = dict(num_envs=2 * N, minibatch_size=2 * N * T)
+    with float64():
+        run(script, CASES[script], tmp_path / "one", envs_of(script, 0, 2 * N), **changes)
     one, two = load(tmp_path, "one"), load(two_ranks, f"{script}0")
     assert one["step"] == two["step"] == COMMON["total_timesteps"] and one.get("kl_coef") == two.get("kl_coef")
     for name, x in tensors(one).items():
-        torch.testing.assert_close(tensors(two)[name], x, rtol=2e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            tensors(two)[name], x, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
     ours, theirs = load(two_ranks, f"{script}0", "more")[0], load(tmp_path, "one", "more")[0]
     shared = [f"train/{name}" for name in ("grad_norm", "kl", "approx_kl", "lr")]
     for name in [name for name in ours if name.startswith("loss/") or name in shared]:
-        assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), name
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-12), name
 
 
 @pytest.mark.parametrize("script", CASES)
