@@ -342,11 +342,10 @@ def sixteen(results: Path = RESULTS) -> list[dict]:
         one["deviation"] = errors[key][ONE_MILLION] * 3**0.5  # of OpenAI's three runs
         curves = ours[game]["curves"].values() if game in ours else []
         one["curves"] = [running_mean(rows) for rows in curves if rows]
-        one["means"] = [end_of(*curve) for curve in one["curves"]]
+        one["means"] = [mean_after(0.9, *curve) for curve in one["curves"]]
         rows = [row for row in logged if row["env"] == game]
         one["steps"] = [int(row["step"]) for row in rows]
         one["runs"] = [[float(row[name]) for row in rows] for name in ("run0", "run1", "run2")]
-        one["their_means"] = [end_of(one["steps"], run) for run in one["runs"]]
         found.append(one)
     return found
 
@@ -354,9 +353,9 @@ def sixteen(results: Path = RESULTS) -> list[dict]:
 ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
 
 
-def end_of(steps: list, values: list) -> float:
-    """The mean of the values in the last tenth of 1M steps."""
-    return statistics.mean(value for step, value in zip(steps, values, strict=True) if step > 0.9 * ONE_MILLION)
+def mean_after(share: float, steps: list, values: list) -> float:
+    """The mean of the values after this share of 1M steps."""
+    return statistics.mean(value for step, value in zip(steps, values, strict=True) if step > share * ONE_MILLION)
 
 
 def sixteen_table(results: Path = RESULTS) -> list[str]:
@@ -371,17 +370,28 @@ def sixteen_table(results: Path = RESULTS) -> list[str]:
         ours = ", ".join(f"{score:.2f}" for score in one["means"])
         theirs = f"{one['theirs']:.2f} ({one['deviation']:.2f})"
         lines.append(f"| {one['game']} | {len(one['means'])} | {ours} | {theirs} | {z:+.1f} |")
+    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
+        ours, theirs, deviation = mean_normalized(found, share)
+        title = f"**mean normalized return of {len(found)} games, {title}**"
+        z = (ours - theirs) / deviation
+        lines.append(f"| {title} | | {ours:.3f} | {theirs:.3f} ({deviation:.3f}) | {z:+.1f} |")
+    return lines
 
-    def normalized(scores) -> float:
-        pairs = zip(scores, found, strict=True)
-        return statistics.mean((score - one["low"]) / (one["high"] - one["low"]) for score, one in pairs)
 
-    ours = normalized([statistics.mean(one["means"]) for one in found])
-    runs = [normalized(scores) for scores in zip(*(one["their_means"] for one in found), strict=True)]
-    mean, deviation = statistics.mean(runs), statistics.stdev(runs)
-    theirs = f"{mean:.3f} ({deviation:.3f})"
-    title = f"**mean normalized return, {len(found)} games**"
-    return [*lines, f"| {title} | | {ours:.3f} | {theirs} | {(ours - mean) / deviation:+.1f} |"]
+def mean_normalized(games: list[dict], share: float) -> tuple[float, float, float]:
+    """After this share of 1M steps: our mean normalized return, OpenAI's, and the std of one such mean.
+
+    The std follows from those of the games, which are independent.
+    """
+    ours, theirs, variances = [], [], []
+    for one in games:
+        scale = one["high"] - one["low"]
+        mine = statistics.mean(mean_after(share, *curve) for curve in one["curves"])
+        runs = [mean_after(share, one["steps"], run) for run in one["runs"]]
+        ours.append((mine - one["low"]) / scale)
+        theirs.append((statistics.mean(runs) - one["low"]) / scale)
+        variances.append(statistics.variance(runs) / scale**2)
+    return statistics.mean(ours), statistics.mean(theirs), sum(variances) ** 0.5 / len(games)
 
 
 STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours to OpenAI's
