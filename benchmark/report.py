@@ -29,7 +29,6 @@ import run as matrix  # noqa: E402
 
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SCRIPTS = ("ppo_procgen", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "appo_atari")
-COLORS = dict(zip(SCRIPTS, ("C0", "C1", "C2", "C4", "C3"), strict=True))  # in results.svg and procgen16.svg
 LONG = 400_000  # environment steps; shorter runs are not in the documentation's pages
 HEADLINES = {  # the README's rows: (suite, row) -> game and setting
     ("two_cores", "ppo_procgen-openai/starpilot"): "starpilot, OpenAI's setting",
@@ -556,41 +555,6 @@ def relinked(text: str) -> str:
     return LINK.sub(link, text)
 
 
-def draw_headlines(path: Path, pyplot, results: Path = RESULTS):
-    """The README's picture: a panel per row of its results, one colour per script."""
-    entries = {(cell["job"].suite, cell["row"]): cell for cell in cells(results)}
-    shown = [(what, entries[key]) for key, what in HEADLINES.items() if key in entries]
-    columns = 4
-    rows = -(-(len(shown) + 1) // columns)  # the last panel is for the legend
-    figure, axes = pyplot.subplots(rows, columns, figsize=(8.4, 2.5 * rows), layout="constrained")
-    lines = {}
-    for panel, (what, cell) in zip(axes.flat, shown, strict=False):
-        job = cell["job"]
-        script = PAGES.get(job.script, job.script)
-        for values in cell["curves"].values():
-            steps, means = smooth(values, values[-1][0] / 50)
-            (line,) = panel.plot([step / 1e6 for step in steps], means, COLORS[script], linewidth=1.2)
-            lines.setdefault(job.file.removeprefix("benchmark/"), line)
-        for marker, (name, known) in zip("o^", cell["checkpoints"], strict=False):
-            steps, scores = zip(*known, strict=True)
-            (line,) = panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4)
-            lines.setdefault(name.split(" (")[0].replace(" without reward", ""), line)
-        blind = reference().get(("atari", job.game, "random"), {}).get(0)
-        if blind is not None:
-            line = panel.axhline(blind, color="grey", linestyle=":", linewidth=1)
-            lines.setdefault("random play", line)
-        panel.set_title(what.replace(", ", "\n"), fontsize=9)
-        panel.set_xlim(left=0)
-        panel.tick_params(labelsize=8)
-    for panel in axes.flat[len(shown) :]:
-        panel.axis("off")
-    axes.flat[len(shown)].legend(lines.values(), lines.keys(), fontsize=8, frameon=False, loc="center")
-    figure.supxlabel("million environment steps", fontsize=9)
-    figure.supylabel("training return", fontsize=9)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-
-
 def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
     """All Procgen games: our curves in OpenAI's setting and those of OpenAI's three runs, both running means."""
     figure, axes = pyplot.subplots(4, 4, figsize=(8.4, 7.2), sharex=True, layout="constrained")
@@ -598,14 +562,14 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
         for means in one["runs"]:
             panel.plot([step / 1e6 for step in one["steps"]], means, "0.6", linewidth=0.8)
         for steps, means in one["curves"]:
-            panel.plot([step / 1e6 for step in steps], means, COLORS["ppo_procgen"], linewidth=1.2)
+            panel.plot([step / 1e6 for step in steps], means, "C0", linewidth=1.2)
         panel.axhline(one["low"], color="grey", linestyle=":", linewidth=1)
         panel.set_title(one["game"], fontsize=10)
         panel.tick_params(labelsize=8)
         panel.set_xlim(0, 1.05)
         panel.set_xticks([0, 0.5, 1])
     lines = [
-        pyplot.Line2D([], [], color=COLORS["ppo_procgen"], label="ppo_procgen.py, one line per seed"),
+        pyplot.Line2D([], [], color="C0", label="ppo_procgen.py, one line per seed"),
         pyplot.Line2D([], [], color="0.6", label="OpenAI's PPO, one line per run"),
         pyplot.Line2D([], [], color="grey", linestyle=":", label="lower end of the normalized range"),
     ]
@@ -667,7 +631,6 @@ def draw(folder: Path = ROOT / "docs" / "images"):
     folder.mkdir(exist_ok=True)
     pyplot.rcParams |= {"svg.hashsalt": "0", "axes.spines.top": False, "axes.spines.right": False}
     pyplot.rcParams["savefig.format"] = "svg"
-    draw_headlines(folder / "results.svg", pyplot)
     draw_sixteen(folder / "procgen16.svg", pyplot)
     for script in SCRIPTS:
         if of_script(script):
