@@ -106,6 +106,16 @@ def test_logs_of_sixteen_games():
         assert np.std(means, ddof=1) == pytest.approx(one["deviation"], abs=2e-4)
 
 
+@pytest.mark.parametrize("share, freedom", [(0.9, 11), (0.0, 10)])
+def test_degrees_of_freedom_of_the_normalized_mean(share, freedom):
+    """Welch and Satterthwaite's, of sixteen games with three runs each; the page derives its limit of 2.6 from them."""
+    variances = []
+    for one in report.sixteen():
+        means = [report.mean_after(share, one["steps"], run) for run in one["runs"]]
+        variances.append(np.var(means, ddof=1) / (one["high"] - one["low"]) ** 2)
+    assert round(sum(variances) ** 2 / sum(x**2 / 2 for x in variances)) == freedom
+
+
 def test_statistics_of_updates(tmp_path):
     """Ratios to OpenAI's mean by hand, the value loss halved; a run is outside beyond 4.97 standard deviations."""
     entropies = [2.56377, 2.56829, 2.57586]  # of bigfish, in reference/procgen16_1m_statistics.csv
