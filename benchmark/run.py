@@ -104,11 +104,11 @@ SUITES = {
         ("impala_procgen", ["bigfish", "coinrun"], 1, ""),
         ("ppo_procgen:openai", ["coinrun"], 1, f"--num-levels 200 --total-timesteps 25000000 {OPENAI}"),
     ],
-    "procgen16_1m": [  # compared with OpenAI's curves; 4 to 6 hours each on one core
+    "procgen16_1m": [  # compared with OpenAI's curves; 2 to 6 hours each on one core
         ("ppo_procgen:openai", UNMEASURED, 1, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}")
     ],
-    "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 to 3 hours each on one core
-        ("ppo_procgen:norm-reward", ["fruitbot"], 1, f"{NARROW_1M} --norm-reward 0.99"),
+    "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 hours each on one core
+        ("ppo_procgen:norm-reward", ["fruitbot", "bossfight"], 1, f"{NARROW_1M} --norm-reward 0.99"),
         ("ppo_procgen:discounts", ["fruitbot"], 1, f"{NARROW_1M} --gamma 0.999 --gae-lambda 0.95"),
         ("ppo_procgen:constant-lr", ["fruitbot"], 1, f"{NARROW_1M} --lr 5e-4"),
         ("ppo_procgen:input", ["fruitbot"], 1, f"{NARROW_1M} --stack none --pool flatten --input-shift 0"),

@@ -163,7 +163,7 @@ def cleanrl_flags(script, args) -> list[str]:
 
 
 def measure_cleanrl(script, args, source: Path, watch: Stopwatch):
-    """Run CleanRL's file, with as many PyTorch threads as the script."""
+    """Run CleanRL's file, with --threads PyTorch threads, or one per core (PyTorch's default)."""
     import torch
 
     import cleanrl_shim
