@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
 #     "tensorboard==2.21.0", "tqdm==4.70.1",
@@ -13,14 +13,14 @@
     python appo_atari.py --resume runs/NAME          # continue a stopped run
 
 APPO: Petrenko et al. 2020, arXiv:2006.11751. PPO: Schulman et al. 2017, arXiv:1707.06347. V-trace:
-Espeholt et al. 2018, arXiv:1802.01561. Most settings are of M. Stammers' model card for Asteroids.
+Espeholt et al. 2018, arXiv:1802.01561. Most settings: M. Stammers' model card for Asteroids.
 Threads act with the newest weights while the learner trains on whole rollouts.
 
-Unlike most PPO code, as in Sample Factory:
+Unlike most PPO code, as in Sample Factory or that card:
 - the ratio is clamped to [0.05, 20], then clipped to [1 / (1 + clip), 1 + clip];
 - the critic predicts normalized returns; frames are normalized too, element by element;
 - minibatches are whole trajectories in a fixed order; rows that are too old are masked;
-- no gradient clipping (as in the card; Sample Factory's Atari settings have 0.5).
+- no gradient clipping (the card; Sample Factory's Atari settings have 0.5).
 Departures, results and the commands behind them: docs/appo_atari.md.
 """
 
@@ -75,7 +75,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network that learns; its speed is not measured
+    compile: bool = False  # torch.compile the policy that learns; its speed is not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
@@ -108,7 +108,7 @@ class Args:
     max_policy_lag: int = 1000  # mask rows at least this many SGD steps old (default: masks none)
     # algorithm
     gamma: float = 0.99  # discount
-    gae_lambda: float = 0.95  # GAE's lambda (--vtrace: not used)
+    gae_lambda: float = 0.95  # GAE's lambda (--vtrace: in a metric only)
     vtrace: bool = False  # V-trace instead of GAE, recomputed in each minibatch
     clip: float = 0.1  # clip the probability ratio to [1 / (1 + this), 1 + this]; 0 = off
     vf_clip: float = 1  # clip range of the value, in units of normalized return; 0 = off
@@ -374,7 +374,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
 def vtrace_columns(minibatch: dict, logits, value, gamma: float) -> dict:
     """Targets and advantages (T, n), in units of return.
 
-    logits (T + 1, n, A) and value (T + 1, n) are the current ones.
+    logits (T + 1, n, A), value (T + 1, n; units of return): the current ones.
     """
     logp = logits[:-1].log_softmax(-1).gather(-1, minibatch["action"][..., None]).squeeze(-1)
     rho = (logp - minibatch["logp"]).exp().clamp(*RATIO_LIMITS)
@@ -617,7 +617,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: Args) ->
             minibatch["obs"] = minibatch["obs"][:T]
             minibatch = {name: column.flatten(0, 1) for name, column in minibatch.items()}
             valid = minibatch["valid"]
-            # Valid rows, mean over ranks; at least one in all avoids 0 / 0.
+            # Valid rows per rank, on average; the clamp avoids 0 / 0.
             num_valid = mean_over_ranks(valid.sum()).clamp(min=1 / WORLD)
             minibatch["advantage"] = standardize_valid(minibatch["advantage"], valid, num_valid)
             minibatch["target"] = normalize(minibatch["target"], agent.returns)
@@ -724,7 +724,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             lengths = [x for rollout in rollouts for x in rollout["lengths"]]
             env_s = sum(rollout["env_s"] for rollout in rollouts)
             policy_s = sum(rollout["policy_s"] for rollout in rollouts)
-            del rollouts  # the first copy of the frames
+            del rollouts  # batch is a copy
             lag = agent.version - batch.pop("version")
             valid = batch["valid"] * (lag < args.max_policy_lag)
             is_valid = valid.bool()

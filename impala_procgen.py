@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
 #     "tensorboard==2.21.0", "tqdm==4.70.1",
@@ -12,8 +12,8 @@
     python impala_procgen.py --resume runs/NAME          # continue a stopped run
 
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
-arXiv:1912.01588. By default groups of environments play, then the learner trains; with --no-sync
-both run at once.
+arXiv:1912.01588. By default the groups of environments take turns: one plays, then the learner
+trains, then the next plays. With --no-sync all run at once.
 
 The base is Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition (RLlib 0.8.7); batch,
 replay, learning rate and lambda were tuned on starpilot. Unlike the paper:
@@ -77,7 +77,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network that learns; its speed is not measured
+    compile: bool = False  # torch.compile the policy that learns; its speed is not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass, in whole fragments; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
@@ -90,19 +90,19 @@ class Args:
     start_level: int = 0  # first training level, with --num-levels
     stack: Literal["none", "gap", "full"] = "gap"  # none: frame t; gap: t-3 and t; full: t-3 to t
     num_envs: int = 128  # environments of all groups (per process, with torchrun)
-    num_groups: int = 4  # groups, which take turns: group k % num_groups plays rollout k
+    num_groups: int = 4  # groups of environments, each stepped by its own thread
     # optimization
     num_steps: int = 64  # rollout length; a fragment is one environment's part of a rollout
     minibatch_size: int = 2048  # rows per SGD step and process; a multiple of a group's rollout
-    update_epochs: int = 1  # passes over a batch
+    update_epochs: int = 1  # SGD steps on each batch, new or replayed
     lr: tuple[float, ...] = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
     in between, then constant; steps do not scale with --total-timesteps"""
-    adam_eps: float = 6.25e-12  # Adam's epsilon; 1e-8 / 1600, as the entry sums its 1600 rows
+    adam_eps: float = 6.25e-12  # Adam's epsilon: RLlib's 1e-8 / 1600 rows, as it sums its loss
     max_grad_norm: float = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: actors play while the learner trains
     num_batches_to_accumulate: int = 2  # batches that actors may be ahead, with --no-sync
-    replay_slots: int = 16  # newest batches kept for replay by each process, 51 MB each; 0 = none
+    replay_slots: int = 16  # batches each process keeps for replay, by default 51 MB each; 0 = none
     replay_proportion: float = 3  # replayed batches per new one, at most 100; 0 = no replay
     # algorithm
     gamma: float = 0.99  # discount
@@ -304,7 +304,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next episode
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # no effect if terminated = done
     rho_advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], rho_advantage
 
@@ -312,7 +312,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
 def impala_terms(logits, value, rows: dict, gamma: float, lam: float):
     """Terms of the loss and statistics -> a dict of (T, N) and the value's targets (T, N).
 
-    The new logits (T, N, A) and value (T + 1, N). loss/policy: -log pi(a) * rho * advantage
+    logits (T, N, A) and value (T + 1, N): the new ones. loss/policy: -log pi(a) * rho * advantage
     (IMPALA, section 4.2). loss/value: half the squared error. train/approx_kl: the sampled
     estimate rho - 1 - log rho of KL(mu || pi).
     """

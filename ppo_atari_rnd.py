@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
 #     "tensorboard==2.21.0", "tqdm==4.70.1",
@@ -73,7 +73,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network that learns; its speed is not measured
+    compile: bool = False  # torch.compile the policy that learns; its speed is not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
@@ -90,7 +90,7 @@ class Args:
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     # optimization
     num_steps: int = 128  # rollout length per environment
-    minibatch_size: int = 4096  # rows per SGD step and process; a multiple of --num-steps
+    minibatch_size: int = 4096  # rows per SGD step and process; num_steps x a divisor of num_envs
     update_epochs: int = 4  # passes over a rollout
     lr: tuple[float, ...] = (1e-4,)
     """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
@@ -106,9 +106,9 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: a number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = off, explore only
     int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
-    bonus_after: int = 0  # environment steps before the bonus and its normalization start
+    bonus_after: int = 0  # environment steps without bonus, in which the predictor already learns
     predictor_share: float = 0
-    """share of the rows that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
+    """share of rows that train the predictor; 0 = as many as 32 environments have (paper)"""
     warmup_steps: int = 6400
     """random steps per environment that initialize the frame statistics of a new run; 0 = none"""
     # network
@@ -466,7 +466,7 @@ def learn(
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # in the same order
             last = first + args.minibatch_size
             minibatch = {name: column[first:last] for name, column in batch.items()}
-            # Rows that train, mean over ranks; at least one in all avoids 0 / 0.
+            # Valid rows per rank, on average; the clamp avoids 0 / 0.
             num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
             # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work.
             drawn = torch.rand(args.minibatch_size) < predictor_share
@@ -555,7 +555,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
     }
-    # On the CPU, where GAE runs. Last axis: game, bonus, whose ends stay 0: returns run through.
+    # On the CPU, where GAE runs. Last axis: game, bonus. The bonus has no ends: its flags stay 0.
     rewards = torch.zeros(T, N, 2)
     terminations = torch.zeros(T, N, 2)
     dones = torch.zeros(T, N, 2)

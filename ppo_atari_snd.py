@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
 #     "tensorboard==2.21.0", "tqdm==4.70.1",
@@ -72,7 +72,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network that learns; its speed is not measured
+    compile: bool = False  # torch.compile the policy that learns; its speed is not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
@@ -89,7 +89,7 @@ class Args:
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     # optimization
     num_steps: int = 128  # rollout length per environment
-    minibatch_size: int = 512  # rows per SGD step and process
+    minibatch_size: int = 512  # rows per SGD step and process; a divisor of the rollout
     update_epochs: int = 4  # how often a row is drawn, on average
     lr: tuple[float, ...] = (1e-4,)
     """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
@@ -109,7 +109,7 @@ class Args:
     int_clip: float = 1  # largest bonus; 0 = off
     pairs: int = 64  # pairs of frames per process and SGD step of the target
     predictor_share: float = 0
-    """share of the errors that train the predictor; 0 = min(1, 32 / environments of all ranks)"""
+    """share of single features that train the predictor; 0 = min(1, 32 / all environments)"""
     warmup_steps: int = 256
     """random steps per environment that initialize the frame statistics of a new run; 0 = none"""
     # network
@@ -252,7 +252,7 @@ class Agent(nn.Module):
         self.hidden_value = layer(nn.Linear(512, 512), 0.1)
         self.policy = layer(nn.Linear(512, num_actions), 0.01)
         self.value = layer(nn.Linear(512, 2), 0.01)
-        # Of the value heads: discounts, and weights of their advantages
+        # Per value head (variants have three): discount, weight of its advantages
         self.gammas = [args.gamma, args.gamma_int]
         self.coefs = torch.tensor([args.ext_coef, args.int_coef])
         self.to(memory_format=torch.channels_last)
@@ -336,14 +336,14 @@ class SND(nn.Module):
 
     @torch.no_grad()
     def bonus(self, rollout: dict, micro_batch: int):
-        """Mean errors (T, N) of the rollout's frames, and the bonus of each row (T, N, 1)."""
+        """Mean errors (T, N) of the frames, bonuses (T, N, 1): a column per bonus head."""
         frames = rollout["obs"][:-1, :, -1:]  # not the observation after the last row
         pieces = frames.flatten(0, 1).split(micro_batch)
         errors = torch.cat([self.errors(piece).mean(1) for piece in pieces]).view(frames.shape[:2])
         return errors, (self.eta * errors).clamp(max=self.int_clip)[..., None]
 
     def target_loss(self, frames, others, far):
-        """The contrastive loss of pairs (frames[i], others[i]); far (B,): not the same row."""
+        """The contrastive loss of pairs (frames[i], others[i]); far[i]: they are two rows."""
         a = augment(self.preprocess(frames))
         b = augment(self.preprocess(others))
         with torch.autocast(a.device.type, torch.bfloat16, enabled=self.bf16):
@@ -463,7 +463,7 @@ def learn(
     sums = defaultdict(float)
     for index in minibatches:
         minibatch = {name: column[index] for name, column in batch.items()}
-        # Valid rows, mean over ranks; at least one in all avoids 0 / 0.
+        # Valid rows per rank, on average; the clamp avoids 0 / 0.
         num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
         optimizer.zero_grad()
         for start in range(0, args.minibatch_size, micro_batch):

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
 #     "tensorboard==2.21.0", "tqdm==4.70.1",
@@ -75,7 +75,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the network that learns; its speed is not measured
+    compile: bool = False  # torch.compile the policy that learns; its speed is not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass of learning; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration

@@ -118,7 +118,7 @@ def test_script_metadata_is_requirements(script):
     """The PEP 723 block, from which `uv run` installs Python and the packages."""
     (block,) = re.findall(r"(?m)^# /// script$\n((?:^#.*$\n)+?)^# ///$", SOURCES[script])
     metadata = tomllib.loads("".join(line[2:] for line in block.splitlines(keepends=True)))
-    assert metadata["requires-python"] == ">=3.11"
+    assert metadata["requires-python"] == ">=3.11,<3.15"  # later Pythons have no wheels
     assert dict(pin.split("==") for pin in metadata["dependencies"]) == pins()
 
 
@@ -126,6 +126,7 @@ def test_project_metadata_is_requirements():
     """`uv sync` installs what pip installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert dict(pin.split("==") for pin in project["project"]["dependencies"]) == pins()
+    assert project["project"]["requires-python"] == ">=3.11,<3.15"
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     assert project["dependency-groups"]["dev"] == [line for line in lines if line and line[0] not in "#-"]
 
