@@ -77,7 +77,7 @@ class Args:
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
     device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the policy that learns; its speed is not measured
+    compile: bool = False  # torch.compile the policy that learns; speed not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: int = 0  # rows per forward pass, in whole fragments; 0 = 64 on a CPU, all on a GPU
     checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
@@ -1062,7 +1062,7 @@ def main(argv=None, make_envs=make_envs) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        print(f"{SCRIPT}.py:", *str(error).split(), file=sys.stderr)  # in one line
+        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write
         return 2
     finally:
         for number, handler in handlers.items():

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def test_ranks_with_other_flags_are_refused(flags, tmp_path):
     launch = [*TORCHRUN, "--no-python", "bash", "-c", command]
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "different flags" in done.stderr
-    assert "exitcode: 2" in done.stderr.replace(" ", "").replace("exitcode:2", "exitcode: 2")
+    assert re.search(r"exitcode *: *2\b", done.stderr)
     assert not (tmp_path / "runs").exists()
 
 
@@ -195,14 +196,16 @@ def test_a_lost_rank_ends_the_run_and_it_is_resumed(tmp_path):
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, cwd=tmp_path, **pipes)
     folder, end = tmp_path / "runs" / "x", time.monotonic() + 120
-    while not ((folder / "metrics.csv").exists() and len(rows(folder)) > 2):
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.1)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    pids = children.stdout.split()
-    (pid,) = [pid for pid in pids if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(int(pid), signal.SIGKILL)
-    process.communicate(timeout=120)
+    try:
+        while not ((folder / "metrics.csv").exists() and len(rows(folder)) > 2):
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (pid,) = [pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(int(pid), signal.SIGKILL)
+        process.communicate(timeout=120)
+    finally:
+        process.terminate()  # torchrun then ends its ranks
     assert process.returncode != 0
     saved = torch.load(folder / "checkpoint.pt")
     assert saved["step"] >= 2 * 128 and saved["step"] % 128 == 0
