@@ -92,7 +92,8 @@ SUITES = {
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:narrow-sync", ["starpilot"], 1, f"{NARROW} --sync --total-timesteps 2000000"),
         ("appo_atari:two-cores-0.5m", ["Pong"], 3, f"{TWO_CORES} --total-timesteps 500000"),
-        ("ppo_atari_rnd:512-8m", ["MontezumaRevenge"], 1, RND_512_8M),
+        ("ppo_atari_rnd:512-8m-bf16", ["MontezumaRevenge"], 1, f"{RND_512_8M} --precision bf16"),
+        ("ppo_atari_rnd:512-8m", ["MontezumaRevenge"], 1, RND_512_8M),  # the same where the CPU has no AVX512-BF16
         ("ppo_atari_snd:no-reward-bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("ppo_atari_snd:no-reward", ["Breakout"], 1, NO_REWARD),  # the same where the CPU has no AVX512-BF16
     ],
