@@ -893,6 +893,14 @@ def test_bad_input(script, capfd, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["b", "file", "runs"]
 
 
+def test_an_error_is_one_write(script, monkeypatch):
+    """Ranks that write their line in pieces mix them."""
+    written = []
+    monkeypatch.setattr(sys.stderr, "write", written.append)
+    assert script.main("--minibatch-size", 1) == 2
+    assert len(written) == 1 and "--minibatch-size 1" in written[0] and written[0].endswith("\n")
+
+
 class Bomb:
     def __reduce__(self):
         return os.mkdir, ("harm",)
