@@ -83,8 +83,9 @@ SUITES = {
         ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
         ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
         ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
-        ("ppo_procgen:narrow-1m", ["fruitbot"], 2, NARROW_1M),
-        ("ppo_procgen:narrow-1m", ["coinrun", "bossfight"], 1, NARROW_1M),
+        ("ppo_procgen:narrow-1m", ["fruitbot"], 3, NARROW_1M),
+        ("ppo_procgen:narrow-1m", ["bossfight"], 2, NARROW_1M),
+        ("ppo_procgen:narrow-1m", ["coinrun"], 1, NARROW_1M),
         ("ppo_procgen:narrow-1m-bf16", ["jumper"], 1, f"{NARROW} --precision bf16 --total-timesteps 1000000"),
         ("ppo_procgen:narrow-2m-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16 --total-timesteps 2000000"),
         ("ppo_procgen:narrow-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16"),
@@ -110,8 +111,8 @@ SUITES = {
         ("ppo_procgen:openai", UNMEASURED, 1, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}")
     ],
     "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 hours each on one core
-        ("ppo_procgen:norm-reward", ["fruitbot"], 2, f"{NARROW_1M} --norm-reward 0.99"),
-        ("ppo_procgen:norm-reward", ["bossfight"], 1, f"{NARROW_1M} --norm-reward 0.99"),
+        ("ppo_procgen:norm-reward", ["fruitbot"], 3, f"{NARROW_1M} --norm-reward 0.99"),
+        ("ppo_procgen:norm-reward", ["bossfight"], 2, f"{NARROW_1M} --norm-reward 0.99"),
         ("ppo_procgen:discounts", ["fruitbot"], 1, f"{NARROW_1M} --gamma 0.999 --gae-lambda 0.95"),
         ("ppo_procgen:constant-lr", ["fruitbot"], 1, f"{NARROW_1M} --lr 5e-4"),
         ("ppo_procgen:input", ["fruitbot"], 1, f"{NARROW_1M} --stack none --pool flatten --input-shift 0"),
