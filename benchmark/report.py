@@ -217,16 +217,30 @@ def failure(cell: dict) -> str:
 
 
 def time_of(cell: dict) -> str:
-    """Training time, mean over seeds, and the hardware."""
-    mean = statistics.mean(one["train_seconds"] for one in cell["done"]) / 60
-    time = f"{mean / 60:.1f} h" if mean >= 60 else f"{mean:.0f} min"
-    return f"{time} on {hardware(cell)}"
+    """Training time, mean over the seeds of each kind of hardware."""
+    seconds = {}
+    for one in cell["done"]:
+        seconds.setdefault(machine(one), []).append(one["train_seconds"])
+    times = []
+    for name, values in seconds.items():
+        minutes = statistics.mean(values) / 60
+        times.append((f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes:.0f} min") + f" on {name}")
+    return "; ".join([*times, *machines_before(cell)])
 
 
 def hardware(cell: dict) -> str:
-    kinds = (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1) for one in cell["done"])
+    return "; ".join(dict.fromkeys([*map(machine, cell["done"]), *machines_before(cell)]))
+
+
+def machine(one: dict) -> str:
+    """The GPU, or the CPU with its number of cores, of a result."""
+    return one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1)
+
+
+def machines_before(cell: dict) -> list[str]:
+    """Other machines that trained the first steps of a run."""
     before = (pair for one in cell["done"] for pair in one.get("machines_before", {}).items())
-    return "; ".join(dict.fromkeys([*kinds, *(f"{machine} up to step {step:,}" for machine, step in before)]))
+    return list(dict.fromkeys(f"{name} up to step {step:,}" for name, step in before))
 
 
 def commits(cell: dict) -> str:
