@@ -225,22 +225,18 @@ def time_of(cell: dict) -> str:
     for name, values in seconds.items():
         minutes = statistics.mean(values) / 60
         times.append((f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes:.0f} min") + f" on {name}")
-    return "; ".join([*times, *machines_before(cell)])
+    return "; ".join(times)
 
 
 def hardware(cell: dict) -> str:
-    return "; ".join(dict.fromkeys([*map(machine, cell["done"]), *machines_before(cell)]))
+    return "; ".join(dict.fromkeys(map(machine, cell["done"])))
 
 
 def machine(one: dict) -> str:
-    """The GPU, or the CPU with its number of cores, of a result."""
-    return one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1)
-
-
-def machines_before(cell: dict) -> list[str]:
-    """Other machines that trained the first steps of a run."""
-    before = (pair for one in cell["done"] for pair in one.get("machines_before", {}).items())
-    return list(dict.fromkeys(f"{name} up to step {step:,}" for name, step in before))
+    """The GPU, or the CPU with its number of cores, of a result, after those of its first steps."""
+    before = [f"{name} up to step {step:,}" for name, step in one.get("machines_before", {}).items()]
+    last = one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1)
+    return ", then ".join([*before, last])
 
 
 def commits(cell: dict) -> str:
