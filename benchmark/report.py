@@ -233,10 +233,11 @@ def hardware(cell: dict) -> str:
 
 
 def machine(one: dict) -> str:
-    """The GPU, or the CPU with its number of cores, of a result, after those of its first steps."""
-    before = [f"{name} up to step {step:,}" for name, step in one.get("machines_before", {}).items()]
-    last = one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1)
-    return ", then ".join([*before, last])
+    """The GPU, or the CPU with its number of cores, of a result; the machines of its first steps come first."""
+    text = ""
+    for name, step in one.get("machines_before", {}).items():
+        text += f"{name}, evaluated on " if step == one["steps"] else f"{name} up to step {step:,}, then "
+    return text + (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1))
 
 
 def commits(cell: dict) -> str:

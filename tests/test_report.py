@@ -202,10 +202,12 @@ def test_seeds(tmp_path):
     assert row[7] == "GPU up to step 1,024, then CPU, 2 cores; Other, 2 cores; CPU, 2 cores"
     assert row[8] == "2222222, 1111111, 1111111-dirty"
     write_seed(tmp_path, 1, 1.0)
+    write_seed(tmp_path, 2, 2.0, machines_before={"GPU": 61_440})
     write_seed(tmp_path, 3, 6.0, train_seconds=1800.0)
     (cell,) = report.cells(tmp_path, ["cpu"])  # seeds 1 to 3: 1.5, 1.5 and 0.5 hours
-    assert report.time_of(cell) == "1.0 h on CPU, 2 cores; 1.5 h on Other, 2 cores"
-    write_seed(tmp_path, 1, scores[0], curve=((100, 0.0, 5), (61_000, 1.0, 1), (61_440, 2.0, 3)))
+    assert report.time_of(cell) == "1.0 h on CPU, 2 cores; 1.5 h on GPU, evaluated on CPU, 2 cores"
+    for seed, score in ((1, 1.0), (2, 2.0)):
+        write_seed(tmp_path, seed, score, curve=((100, 0.0, 5), (61_000, score, 1), (61_440, score + 1, 3)))
     write_seed(tmp_path, 3, 99.0, error="gone", curve=((61_440, 99.0, 1),))
     row = starpilot(tmp_path)  # nothing of a failed seed
     assert row[2:4] == ["2 seeds, 1 failed", "1.00, 2.00"] and row[4] == "1.75, 2.75 (8 episodes)"
