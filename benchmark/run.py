@@ -113,6 +113,7 @@ SUITES = {
     "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 hours each on one core
         ("ppo_procgen:norm-reward", ["fruitbot"], 3, f"{NARROW_1M} --norm-reward 0.99"),
         ("ppo_procgen:norm-reward", ["bossfight"], 2, f"{NARROW_1M} --norm-reward 0.99"),
+        ("ppo_procgen:norm-reward", ["starpilot"], 1, f"{NARROW_1M} --norm-reward 0.99"),
         ("ppo_procgen:discounts", ["fruitbot"], 1, f"{NARROW_1M} --gamma 0.999 --gae-lambda 0.95"),
         ("ppo_procgen:constant-lr", ["fruitbot"], 1, f"{NARROW_1M} --lr 5e-4"),
         ("ppo_procgen:input", ["fruitbot"], 1, f"{NARROW_1M} --stack none --pool flatten --input-shift 0"),
