@@ -73,7 +73,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
+    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU a rank
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the policy that learns; speed not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -88,7 +88,7 @@ class Args:
     fire_reset: bool = True  # press FIRE at the start of an episode
     episodic_life: bool = True  # a lost life ends the training episode (not the game)
     max_episode_steps: int = 27_000  # time limit of a game, in environment steps
-    frame_size: Literal[84, 96] = 84  # width and height of the grey frames, in pixels
+    frame_size: Literal[84, 96] = 84  # width and height of the gray frames, in pixels
     stack: int = 4  # frames per observation
     num_envs: int = 32  # parallel environments (per process, with torchrun)
     num_groups: int = 2  # groups of environments, each stepped by its own thread
@@ -153,7 +153,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
     The step after an end ignores its action, has reward 0 and returns the first observation of the
-    next episode: it is no transition. Rewards are the signs of the game's. With episodic_life a
+    next episode: it is not a transition. Rewards are clipped to their signs. With episodic_life a
     lost life sets `terminated`, and `reset` continues games that are not over. info["episode"] has
     the return and length of the game so far, unclipped; info["_episode"] marks games that end.
     """
@@ -163,8 +163,8 @@ class AtariEnvs(gym.vector.VectorEnv):
     def __init__(self, pool, num_envs: int):
         self.pool = pool
         self.num_envs = num_envs
-        frames = pool.observation_space.shape
-        self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
+        shape = pool.observation_space.shape
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
 
     def reset(self, *, seed=None, options=None):
@@ -180,12 +180,12 @@ class AtariEnvs(gym.vector.VectorEnv):
         # `done` and `over` are still the last step's.
         self.returns += np.where(self.done, 0, info["reward"])
         self.lengths += ~self.done
-        # After a lost life EnvPool plays no-ops. If they end the game, the next one starts unseen,
-        # lives rise, and the old game is reported now. The new one inherits its time limit.
+        # EnvPool's no-ops after a lost life can end the game. Then lives rise, and the ended game
+        # is reported now, a step late. The next one inherits its remaining time limit.
         unseen = self.done & ~self.over & (info["lives"] > self.lives)
         self.lives = info["lives"]
         self.done = terminated | truncated
-        # EnvPool calls a game that is over at the time limit truncated only.
+        # If a game ends exactly at the time limit, EnvPool reports only the truncation.
         game_over = self.done & (info["terminated"] > 0)
         self.over = game_over | truncated | unseen
         info["episode"] = {"r": self.returns, "l": self.lengths}
@@ -208,7 +208,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
         raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
-    # With one seed, EnvPool seeds environment i with seed + i: near seeds would share episodes.
+    # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
         f"{game}-v5",
@@ -268,7 +268,7 @@ class RunningMoments(nn.Module):
 
 
 def normalize(x, moments: RunningMoments):
-    """To mean 0 and std 1; limits of +-5 as in Sample Factory."""
+    """Standardize by the running moments; clipped to +-5 as in Sample Factory."""
     return ((x - moments.mean) / moments.std).clamp(-5, 5)
 
 
@@ -304,18 +304,15 @@ class Agent(nn.Module):
                 nn.init.zeros_(module.bias)
         self.to(memory_format=torch.channels_last)
         # Sample Factory's start and epsilon, for frames from 0 to 255 (there: 0 to 1)
-        frame_variance = 255**2
-        frame_epsilon = 1e-5 * 255**2
         shape = (1, *obs_shape)  # channels-last needs four axes
-        self.frames = RunningMoments(shape, 1, frame_variance, frame_epsilon)
+        self.frames = RunningMoments(shape, count=1, variance=255**2, epsilon=1e-5 * 255**2)
         self.returns = RunningMoments((), count=1, variance=1, epsilon=1e-5)
         # Channels-last like the observations: mixed formats make the subtraction slow.
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
         self.frames.std = self.frames.std.contiguous(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Convert to channels-last while still uint8 (a quarter of the memory traffic), then
-        # normalize in place, to avoid a second float copy.
+        # Channels-last while still uint8 (a quarter of the traffic), then normalize in place.
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.frames.mean).div_(self.frames.std).clamp_(-5, 5)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
@@ -464,9 +461,9 @@ class Actors:
 
     Group k % G plays rollout k of `num_rollouts`. A dataset is `size` consecutive rollouts.
     Rollouts are started for the dataset that the learner waits for and for the next `ahead` ones;
-    a group with nothing to play is idle. So the rows of a dataset are at most `ahead` datasets' SGD
-    steps old when the learner takes them. With ahead=0 nobody plays during learning; if size is 1
-    too, the groups take turns.
+    a group with nothing to play is idle. So when the learner takes a dataset, its rows are at most
+    as old as the SGD steps of `ahead` datasets. With ahead=0 nobody plays during learning; if size
+    is 1 too, the groups take turns.
     """
 
     def __init__(self, groups, agent, T: int, size: int, ahead: int, num_rollouts: int):
@@ -552,7 +549,7 @@ def play_rollout(group: Group, actors: Actors, T: int) -> dict:
     policy_s, env_s = 0.0, 0.0
     for t in range(T):
         if actors.stopped.is_set():
-            return {}  # which nobody reads
+            return {}  # nobody reads it
         start = time.perf_counter()
         agent = actors.agent  # the newest one, kept for the whole step
         columns["obs"][t] = torch.from_numpy(group.obs)
@@ -653,8 +650,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     make_envs(args, num_envs, stream): called once per group; returns any VectorEnv with next-step
     autoreset, uint8 (C, H, W) observations and Discrete actions.
     saved: the loaded checkpoint, if args already include its flags (as in `main`).
-    Raises UsageError, FloatingPointError (training diverged), KeyboardInterrupt and what an
-    environment raised.
+    Raises UsageError, FloatingPointError (training diverged), KeyboardInterrupt and an
+    environment's own exceptions.
     """
     args, saved = prepare(args, saved)
     device = set_up(args)
@@ -669,7 +666,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     groups = []
     for g in range(args.num_groups):
         envs = make_envs(args, N, f"{stream} {g}")
-        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # for envs without reports
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=36)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -698,7 +695,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     metrics = {}
 
     def save(name: str):
-        # The outputs are for a check: a diverged agent can have finite weights.
+        # The outputs are checked too: a diverged agent can have finite weights.
         with torch.no_grad():
             outputs = agent(torch.from_numpy(groups[0].obs).to(device))
         state = {
@@ -763,7 +760,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             learned = time.perf_counter()
             run.bar.update(batch_size)
 
-            # Metrics: losses are means over ranks, the rest is of rank 0
+            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
@@ -829,7 +826,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
     returns, lengths = play(agent, envs, per_env, stream_seed(args.seed, "game actions"))
     envs.close()
     mean = float(np.mean(returns))
-    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # std(ddof=1) / sqrt(n)
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
@@ -838,7 +835,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
 def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first ones to finish would favour short episodes.
+    A fixed number per environment: counting the first ones to finish would favor short episodes.
     greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
@@ -926,7 +923,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
+        raise UsageError(f"--resume {run}: from an older version; resume it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -936,8 +933,8 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     """Raise UsageError for environments that the script cannot train on."""
     mode = envs.metadata.get("autoreset_mode")
     if envs.num_envs != num_envs or mode != autoreset:
-        given = f"{envs.num_envs} environments with {mode}"
-        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+        given = f"{envs.num_envs} with {mode}"
+        raise UsageError(f"make_envs: needs {num_envs} environments with {autoreset}, not {given}")
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
@@ -950,17 +947,17 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
     """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Once the environments have reported an episode themselves (a whole one, unclipped), their
-    reports count, and not what `train` counts, where a lost life may end an episode.
+    Once the environments report in info["episode"] (whole, unclipped), only that counts. Until
+    then every end does: if lost lives are ends, report in every step, as APPO's AtariEnvs does.
     """
-    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's same-step reports
     if "episode" in info:
         envs.reports_episodes = True
     key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
-    envs = np.flatnonzero(info[f"_{key}"])
-    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+    ended = np.flatnonzero(info[f"_{key}"])
+    return ended.tolist(), info[key]["r"][ended].tolist(), info[key]["l"][ended].tolist()
 
 
 def available_cores() -> int:
@@ -1033,9 +1030,9 @@ class Run:
             name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path(args.run_dir, args.run_name or name)
             # Stopped before its first save: the same command starts it again.
-            unsaved = list(self.folder.glob("metrics.csv")) and not list(self.folder.glob("*.pt"))
+            unsaved = any(self.folder.glob("metrics.csv")) and not any(self.folder.glob("*.pt"))
             try:
-                self.folder.mkdir(parents=True, exist_ok=bool(unsaved))  # atomic
+                self.folder.mkdir(parents=True, exist_ok=unsaved)  # atomic
             except OSError as error:
                 hint = f"--resume {self.folder} continues an existing run"
                 raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
@@ -1086,15 +1083,14 @@ class Run:
             if row and int(row[1]) <= step:
                 break
             lines.pop()
-        if lines and not lines[0].endswith(b"\n"):
-            lines = []  # a crash cut the header
-        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",") if lines else ["step"]
+        if not lines or not lines[0].endswith(b"\n"):  # a new run, or a crash cut the header
+            self.table.truncate(0)
+            return []
+        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
         if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(
-                f"{self.table.name}: not this run's table up to {step:,}; move it away"
-            )
+            raise UsageError(f"{self.table.name}: not this run's table to {step:,}; move it away")
         self.table.truncate(sum(map(len, lines)))
-        return columns if lines else []
+        return columns
 
     def say(self, text: str, stream=None):
         """Print a line: to stdout unless --quiet, or to this stream in any case."""
@@ -1126,9 +1122,9 @@ class Run:
         self.tensorboard.flush()
 
     def write(self, name: str, data: bytes):
-        """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        """Write to a temporary file, then rename: the file is always complete, old or new."""
         if not self.folder.exists():
-            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.say(f"{self.folder} was deleted, creating it again", sys.stderr)
             self.folder.mkdir(parents=True)
         temporary = self.folder / f"{name}.tmp"
         temporary.write_bytes(data)
@@ -1140,7 +1136,7 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
-        # Networks and running statistics; the optimizer's tensors lie deeper.
+        # Networks and running statistics, not the optimizer's tensors, which are nested.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
@@ -1154,7 +1150,7 @@ class Run:
     def close(self):
         self.bar.close()
         if RANK == 0:
-            # A signal inside TensorBoard's writer can leave its lock taken: do not wait for ever.
+            # A signal inside TensorBoard's writer can leave its lock taken: do not wait forever.
             closing = threading.Thread(target=self.tensorboard.close, daemon=True)
             closing.start()
             closing.join(5)
@@ -1169,7 +1165,7 @@ def interrupt(number, frame):
 
 
 def main(argv=None, make_envs=make_envs) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    """Run the command line -> 0 done, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -1188,7 +1184,7 @@ def main(argv=None, make_envs=make_envs) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write
+        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write per rank
         return 2
     finally:
         for number, handler in handlers.items():

@@ -18,8 +18,8 @@ trains, then the next plays. With --no-sync all run at once.
 The base is Thomas Tumiel's entry to the NeurIPS 2020 Procgen competition (RLlib 0.8.7); batch,
 replay, learning rate and lambda were tuned on starpilot. Unlike the paper:
 - Adam, no gradient clipping, lambda 0.9 in V-trace (the paper's experiments: 1);
-- a wider CNN, which averages its last maps over the picture; frames t-3 and t as input;
-- replayed batches are whole batches (paper: half of each batch).
+- a wider CNN with global average pooling; frames t-3 and t as input;
+- whole batches are replayed (in the paper half of each batch is replayed).
 Departures, results and the commands behind them: docs/impala_procgen.md.
 """
 
@@ -75,7 +75,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
+    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU a rank
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the policy that learns; speed not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -304,7 +304,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(done > 0, value[1:], vs[1:])  # no effect if terminated = done
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next episode
     rho_advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], rho_advantage
 
@@ -372,9 +372,9 @@ class Actors:
 
     Group k % G plays rollout k of `num_rollouts`. A dataset is `size` consecutive rollouts.
     Rollouts are started for the dataset that the learner waits for and for the next `ahead` ones;
-    a group with nothing to play is idle. So the rows of a dataset are at most `ahead` datasets' SGD
-    steps old when the learner takes them. With ahead=0 nobody plays during learning; if size is 1
-    too, the groups take turns.
+    a group with nothing to play is idle. So when the learner takes a dataset, its rows are at most
+    as old as the SGD steps of `ahead` datasets. With ahead=0 nobody plays during learning; if size
+    is 1 too, the groups take turns.
     """
 
     def __init__(self, groups, agent, T: int, size: int, ahead: int, num_rollouts: int):
@@ -446,7 +446,7 @@ def play_rollout(group: Group, actors: Actors, T: int) -> dict:
         "obs": torch.zeros(T + 1, N, *group.obs.shape[1:], dtype=torch.uint8, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
-        "version": torch.zeros(T, N),  # on the CPU until the end, as the columns below
+        "version": torch.zeros(T, N),  # on the CPU until the end, like the columns below
         "reward": torch.zeros(T, N),
         "done": torch.zeros(T, N),
     }
@@ -454,7 +454,7 @@ def play_rollout(group: Group, actors: Actors, T: int) -> dict:
     policy_s, env_s = 0.0, 0.0
     for t in range(T):
         if actors.stopped.is_set():
-            return {}  # which nobody reads
+            return {}  # nobody reads it
         start = time.perf_counter()
         agent = actors.agent  # the newest one, kept for the whole step
         columns["obs"][t] = torch.from_numpy(group.obs)
@@ -549,7 +549,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     groups = []
     for g in range(args.num_groups):
         envs = make_envs(args, N, f"{stream} {g}")
-        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
+        envs = RecordEpisodeStatistics(envs, stats_key="counted")  # for envs without reports
         obs, _ = envs.reset()
         check_envs(envs, obs, N, AutoresetMode.SAME_STEP, min_size=8)
         seed = stream_seed(args.seed, f"{stream} actions {g}")
@@ -582,7 +582,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     metrics = {}
 
     def save(name: str):
-        # The outputs are for a check: a diverged agent can have finite weights.
+        # The outputs are checked too: a diverged agent can have finite weights.
         with torch.no_grad():
             outputs = agent(torch.from_numpy(groups[0].obs).to(device))
         state = {
@@ -630,7 +630,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             learned = time.perf_counter()
             run.bar.update(batch_size)
 
-            # Metrics: losses are means over ranks, the rest is of rank 0
+            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
@@ -700,7 +700,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
         returns, lengths = play(agent, envs, per_env, seed)
         envs.close()
         mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
+        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # std(ddof=1) / sqrt(n)
         splits[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
         tqdm.write(
             f"{split}: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)"
@@ -712,7 +712,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
 def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first ones to finish would favour short episodes.
+    A fixed number per environment: counting the first ones to finish would favor short episodes.
     greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
@@ -800,7 +800,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
+        raise UsageError(f"--resume {run}: from an older version; resume it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -810,8 +810,8 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     """Raise UsageError for environments that the script cannot train on."""
     mode = envs.metadata.get("autoreset_mode")
     if envs.num_envs != num_envs or mode != autoreset:
-        given = f"{envs.num_envs} environments with {mode}"
-        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+        given = f"{envs.num_envs} with {mode}"
+        raise UsageError(f"make_envs: needs {num_envs} environments with {autoreset}, not {given}")
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
@@ -824,17 +824,17 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
     """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Once the environments have reported an episode themselves (a whole one, unclipped), their
-    reports count, and not what `train` counts, where a lost life may end an episode.
+    Once the environments report in info["episode"] (whole, unclipped), only that counts. Until
+    then every end does: if lost lives are ends, report in every step, as APPO's AtariEnvs does.
     """
-    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's same-step reports
     if "episode" in info:
         envs.reports_episodes = True
     key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
-    envs = np.flatnonzero(info[f"_{key}"])
-    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+    ended = np.flatnonzero(info[f"_{key}"])
+    return ended.tolist(), info[key]["r"][ended].tolist(), info[key]["l"][ended].tolist()
 
 
 def available_cores() -> int:
@@ -907,9 +907,9 @@ class Run:
             name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path(args.run_dir, args.run_name or name)
             # Stopped before its first save: the same command starts it again.
-            unsaved = list(self.folder.glob("metrics.csv")) and not list(self.folder.glob("*.pt"))
+            unsaved = any(self.folder.glob("metrics.csv")) and not any(self.folder.glob("*.pt"))
             try:
-                self.folder.mkdir(parents=True, exist_ok=bool(unsaved))  # atomic
+                self.folder.mkdir(parents=True, exist_ok=unsaved)  # atomic
             except OSError as error:
                 hint = f"--resume {self.folder} continues an existing run"
                 raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
@@ -960,15 +960,14 @@ class Run:
             if row and int(row[1]) <= step:
                 break
             lines.pop()
-        if lines and not lines[0].endswith(b"\n"):
-            lines = []  # a crash cut the header
-        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",") if lines else ["step"]
+        if not lines or not lines[0].endswith(b"\n"):  # a new run, or a crash cut the header
+            self.table.truncate(0)
+            return []
+        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
         if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(
-                f"{self.table.name}: not this run's table up to {step:,}; move it away"
-            )
+            raise UsageError(f"{self.table.name}: not this run's table to {step:,}; move it away")
         self.table.truncate(sum(map(len, lines)))
-        return columns if lines else []
+        return columns
 
     def say(self, text: str, stream=None):
         """Print a line: to stdout unless --quiet, or to this stream in any case."""
@@ -1000,9 +999,9 @@ class Run:
         self.tensorboard.flush()
 
     def write(self, name: str, data: bytes):
-        """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        """Write to a temporary file, then rename: the file is always complete, old or new."""
         if not self.folder.exists():
-            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.say(f"{self.folder} was deleted, creating it again", sys.stderr)
             self.folder.mkdir(parents=True)
         temporary = self.folder / f"{name}.tmp"
         temporary.write_bytes(data)
@@ -1014,7 +1013,7 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
-        # Networks and running statistics; the optimizer's tensors lie deeper.
+        # Networks and running statistics, not the optimizer's tensors, which are nested.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
@@ -1028,7 +1027,7 @@ class Run:
     def close(self):
         self.bar.close()
         if RANK == 0:
-            # A signal inside TensorBoard's writer can leave its lock taken: do not wait for ever.
+            # A signal inside TensorBoard's writer can leave its lock taken: do not wait forever.
             closing = threading.Thread(target=self.tensorboard.close, daemon=True)
             closing.start()
             closing.join(5)
@@ -1043,7 +1042,7 @@ def interrupt(number, frame):
 
 
 def main(argv=None, make_envs=make_envs) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    """Run the command line -> 0 done, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -1062,7 +1061,7 @@ def main(argv=None, make_envs=make_envs) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write
+        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write per rank
         return 2
     finally:
         for number, handler in handlers.items():

@@ -71,7 +71,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
+    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU a rank
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the policy that learns; speed not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -85,7 +85,7 @@ class Args:
     noop_max: int = 1  # an episode starts with 1 to this many no-ops; one less with --fire-reset
     fire_reset: bool = False  # press FIRE at the start of an episode
     max_episode_steps: int = 4500  # time limit of an episode, in environment steps
-    frame_size: Literal[84, 96] = 84  # width and height of the grey frames, in pixels
+    frame_size: Literal[84, 96] = 84  # width and height of the gray frames, in pixels
     stack: int = 4  # frames per observation
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     # optimization
@@ -106,9 +106,9 @@ class Args:
     ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: a number, or as --lr
     ext_coef: float = 2  # weight of the game's advantages; 0 = off, explore only
     int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
-    bonus_after: int = 0  # environment steps without bonus, in which the predictor already learns
+    bonus_after: int = 0  # environment steps before the first bonus; the predictor learns at once
     predictor_share: float = 0
-    """share of rows that train the predictor; 0 = as many as 32 environments have (paper)"""
+    """share of rows that train the predictor; 0 = min(1, 32 / all environments) (paper)"""
     warmup_steps: int = 6400
     """random steps per environment that initialize the frame statistics of a new run; 0 = none"""
     # network
@@ -151,7 +151,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
     The step after an end ignores its action, has reward 0 and returns the first observation of the
-    next episode: it is no transition. Rewards are the game's.
+    next episode: it is not a transition. Rewards are unclipped.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -160,8 +160,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool = pool
         self.num_envs = num_envs
         self.room_byte = room_byte
-        frames = pool.observation_space.shape
-        self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
+        shape = pool.observation_space.shape
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
         self.rooms_ever = np.zeros(256, bool)  # seen in any episode
 
@@ -190,7 +190,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
         raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
-    # With one seed, EnvPool seeds environment i with seed + i: near seeds would share episodes.
+    # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
         f"{game}-v5",
@@ -354,7 +354,7 @@ class RND(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def outputs(self, network, frames):
-        """Of target or predictor, for frames standardized by the current statistics."""
+        """Outputs of target or predictor for frames standardized by the current statistics."""
         x = ((frames.float() - self.frames.mean) / self.frames.std).clamp(-5, 5)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = network(x)
@@ -362,7 +362,7 @@ class RND(nn.Module):
 
     @torch.no_grad()
     def features(self, frames):
-        """What the predictor has to learn."""
+        """The target network's outputs, which the predictor learns."""
         return self.outputs(self.target, frames)
 
     def error(self, frames, features):
@@ -463,7 +463,7 @@ def learn(
     sums = defaultdict(float)
     num_updates = 0
     for _ in range(args.update_epochs):
-        for first in range(0, len(batch["obs"]), args.minibatch_size):  # in the same order
+        for first in range(0, len(batch["obs"]), args.minibatch_size):  # same order every epoch
             last = first + args.minibatch_size
             minibatch = {name: column[first:last] for name, column in batch.items()}
             # Valid rows per rank, on average; the clamp avoids 0 / 0.
@@ -513,7 +513,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # for envs without reports
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=44)
     obs_shape = obs.shape[1:]
@@ -569,7 +569,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     metrics = {}
 
     def save(name: str):
-        # The outputs are for a check: a diverged agent can have finite weights.
+        # The outputs are checked too: a diverged agent can have finite weights.
         recent_obs = torch.from_numpy(obs).to(device)
         frames = recent_obs[:, -1:]
         with torch.no_grad():
@@ -666,7 +666,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             learned = time.perf_counter()
 
-            # Metrics: losses are means over ranks, the rest is of rank 0
+            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
@@ -698,14 +698,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             step = next_step
             iteration += 1
             recent.extend(returns)
-            mean_return = np.mean(recent) if len(recent) == 100 else np.float64(-math.inf)
+            mean_return = float(np.mean(recent)) if len(recent) == 100 else -math.inf
             if mean_return > best:
-                best = float(mean_return)
+                best = mean_return
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
             if args.target_return:  # the mean over ranks, so that they stop together
-                mean_return = mean_over_ranks(torch.as_tensor(mean_return, device=device))
-                is_last |= mean_return.item() >= args.target_return
+                mean_return = torch.tensor(mean_return, dtype=torch.float64, device=device)
+                is_last |= mean_over_ranks(mean_return).item() >= args.target_return
             if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 save("checkpoint.pt")
             if is_last:
@@ -739,7 +739,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
     returns, lengths = play(agent, envs, per_env, stream_seed(args.seed, "game actions"))
     envs.close()
     mean = float(np.mean(returns))
-    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # std(ddof=1) / sqrt(n)
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
@@ -748,7 +748,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
 def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first ones to finish would favour short episodes.
+    A fixed number per environment: counting the first ones to finish would favor short episodes.
     greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
@@ -840,7 +840,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
+        raise UsageError(f"--resume {run}: from an older version; resume it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -850,8 +850,8 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     """Raise UsageError for environments that the script cannot train on."""
     mode = envs.metadata.get("autoreset_mode")
     if envs.num_envs != num_envs or mode != autoreset:
-        given = f"{envs.num_envs} environments with {mode}"
-        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+        given = f"{envs.num_envs} with {mode}"
+        raise UsageError(f"make_envs: needs {num_envs} environments with {autoreset}, not {given}")
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
@@ -864,17 +864,17 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
     """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Once the environments have reported an episode themselves (a whole one, unclipped), their
-    reports count, and not what `train` counts, where a lost life may end an episode.
+    Once the environments report in info["episode"] (whole, unclipped), only that counts. Until
+    then every end does: if lost lives are ends, report in every step, as APPO's AtariEnvs does.
     """
-    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's same-step reports
     if "episode" in info:
         envs.reports_episodes = True
     key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
-    envs = np.flatnonzero(info[f"_{key}"])
-    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+    ended = np.flatnonzero(info[f"_{key}"])
+    return ended.tolist(), info[key]["r"][ended].tolist(), info[key]["l"][ended].tolist()
 
 
 def available_cores() -> int:
@@ -947,9 +947,9 @@ class Run:
             name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path(args.run_dir, args.run_name or name)
             # Stopped before its first save: the same command starts it again.
-            unsaved = list(self.folder.glob("metrics.csv")) and not list(self.folder.glob("*.pt"))
+            unsaved = any(self.folder.glob("metrics.csv")) and not any(self.folder.glob("*.pt"))
             try:
-                self.folder.mkdir(parents=True, exist_ok=bool(unsaved))  # atomic
+                self.folder.mkdir(parents=True, exist_ok=unsaved)  # atomic
             except OSError as error:
                 hint = f"--resume {self.folder} continues an existing run"
                 raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
@@ -1000,15 +1000,14 @@ class Run:
             if row and int(row[1]) <= step:
                 break
             lines.pop()
-        if lines and not lines[0].endswith(b"\n"):
-            lines = []  # a crash cut the header
-        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",") if lines else ["step"]
+        if not lines or not lines[0].endswith(b"\n"):  # a new run, or a crash cut the header
+            self.table.truncate(0)
+            return []
+        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
         if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(
-                f"{self.table.name}: not this run's table up to {step:,}; move it away"
-            )
+            raise UsageError(f"{self.table.name}: not this run's table to {step:,}; move it away")
         self.table.truncate(sum(map(len, lines)))
-        return columns if lines else []
+        return columns
 
     def say(self, text: str, stream=None):
         """Print a line: to stdout unless --quiet, or to this stream in any case."""
@@ -1040,9 +1039,9 @@ class Run:
         self.tensorboard.flush()
 
     def write(self, name: str, data: bytes):
-        """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        """Write to a temporary file, then rename: the file is always complete, old or new."""
         if not self.folder.exists():
-            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.say(f"{self.folder} was deleted, creating it again", sys.stderr)
             self.folder.mkdir(parents=True)
         temporary = self.folder / f"{name}.tmp"
         temporary.write_bytes(data)
@@ -1054,7 +1053,7 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
-        # Networks and running statistics; the optimizer's tensors lie deeper.
+        # Networks and running statistics, not the optimizer's tensors, which are nested.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
@@ -1068,7 +1067,7 @@ class Run:
     def close(self):
         self.bar.close()
         if RANK == 0:
-            # A signal inside TensorBoard's writer can leave its lock taken: do not wait for ever.
+            # A signal inside TensorBoard's writer can leave its lock taken: do not wait forever.
             closing = threading.Thread(target=self.tensorboard.close, daemon=True)
             closing.start()
             closing.join(5)
@@ -1083,7 +1082,7 @@ def interrupt(number, frame):
 
 
 def main(argv=None, make_envs=make_envs) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    """Run the command line -> 0 done, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -1102,7 +1101,7 @@ def main(argv=None, make_envs=make_envs) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write
+        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write per rank
         return 2
     finally:
         for number, handler in handlers.items():

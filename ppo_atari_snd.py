@@ -70,7 +70,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda or cuda:1; torchrun: a GPU each
+    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU a rank
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the policy that learns; speed not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
@@ -84,7 +84,7 @@ class Args:
     noop_max: int = 30  # an episode starts with 1 to this many no-ops; one less with --fire-reset
     fire_reset: bool = False  # press FIRE at the start of an episode
     max_episode_steps: int = 4500  # time limit of an episode, in environment steps
-    frame_size: Literal[84, 96] = 96  # width and height of the grey frames, in pixels
+    frame_size: Literal[84, 96] = 96  # width and height of the gray frames, in pixels
     stack: int = 4  # frames per observation
     num_envs: int = 128  # parallel environments (per process, with torchrun)
     # optimization
@@ -148,7 +148,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
     The step after an end ignores its action, has reward 0 and returns the first observation of the
-    next episode: it is no transition. Rewards are the game's.
+    next episode: it is not a transition. Rewards are unclipped.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -157,8 +157,8 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool = pool
         self.num_envs = num_envs
         self.room_byte = room_byte
-        frames = pool.observation_space.shape
-        self.single_observation_space = gym.spaces.Box(0, 255, frames, np.uint8)
+        shape = pool.observation_space.shape
+        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
         self.rooms_ever = np.zeros(256, bool)  # seen in any episode
 
@@ -187,7 +187,7 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
     if game not in games:
         close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
         raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
-    # With one seed, EnvPool seeds environment i with seed + i: near seeds would share episodes.
+    # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
     seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
     pool = envpool.make(
         f"{game}-v5",
@@ -343,7 +343,7 @@ class SND(nn.Module):
         return errors, (self.eta * errors).clamp(max=self.int_clip)[..., None]
 
     def target_loss(self, frames, others, far):
-        """The contrastive loss of pairs (frames[i], others[i]); far[i]: they are two rows."""
+        """The contrastive loss of pairs (frames[i], others[i]); far[i]: they are different rows."""
         a = augment(self.preprocess(frames))
         b = augment(self.preprocess(others))
         with torch.autocast(a.device.type, torch.bfloat16, enabled=self.bf16):
@@ -455,7 +455,7 @@ def learn(
 ) -> dict:
     """Train the policy, one SGD step per minibatch -> means over all minibatches.
 
-    batch: columns of T * N rows: obs (and the N last observations, unused here), valid, action,
+    batch: columns of T * N rows: obs (and the N last ones, for snd_paper.py), valid, action,
     logp, value, advantage, target.
     """
     device = batch["obs"].device
@@ -534,7 +534,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # Each rank and each resumed part of a run has its own episodes and actions.
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # if make_envs has no report
+    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # for envs without reports
     obs, _ = envs.reset()
     check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=4)
     obs_shape = obs.shape[1:]
@@ -582,7 +582,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     metrics = {}
 
     def save(name: str):
-        # The outputs are for a check: a diverged agent can have finite weights.
+        # The outputs are checked too: a diverged agent can have finite weights.
         recent_obs = torch.from_numpy(obs).to(device)
         with torch.no_grad():
             outputs = [*agent(recent_obs), snd.errors(recent_obs[:, -1:])]
@@ -669,7 +669,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
             learned = time.perf_counter()
 
-            # Metrics: losses are means over ranks, the rest is of rank 0
+            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
             next_step = step + batch_size
             metrics = {
                 "step": next_step,
@@ -735,7 +735,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
     returns, lengths = play(agent, envs, per_env, stream_seed(args.seed, "game actions"))
     envs.close()
     mean = float(np.mean(returns))
-    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # 0 for one episode
+    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # std(ddof=1) / sqrt(n)
     tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)")
     return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
 
@@ -744,7 +744,7 @@ def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
 def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
     """Play this many whole episodes in each environment -> returns, lengths.
 
-    A fixed number per environment: counting the first ones to finish would favour short episodes.
+    A fixed number per environment: counting the first ones to finish would favor short episodes.
     greedy: take the likeliest action, for benchmark/evaluate.py.
     """
     device = next(agent.parameters()).device
@@ -832,7 +832,7 @@ def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
     except Exception as error:  # a damaged or foreign file can raise nearly anything
         raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
     if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: of an older version; continue it with commit 0ac8b70")
+        raise UsageError(f"--resume {run}: from an older version; resume it with commit 0ac8b70")
     if unknown:
         raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
     return saved
@@ -842,8 +842,8 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
     """Raise UsageError for environments that the script cannot train on."""
     mode = envs.metadata.get("autoreset_mode")
     if envs.num_envs != num_envs or mode != autoreset:
-        given = f"{envs.num_envs} environments with {mode}"
-        raise UsageError(f"make_envs: must return {num_envs} with {autoreset}, not {given}")
+        given = f"{envs.num_envs} with {mode}"
+        raise UsageError(f"make_envs: needs {num_envs} environments with {autoreset}, not {given}")
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
         raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
@@ -856,17 +856,17 @@ def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int
 def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
     """A step's info -> indices of environments whose episodes ended, returns, lengths.
 
-    Once the environments have reported an episode themselves (a whole one, unclipped), their
-    reports count, and not what `train` counts, where a lost life may end an episode.
+    Once the environments report in info["episode"] (whole, unclipped), only that counts. Until
+    then every end does: if lost lives are ends, report in every step, as APPO's AtariEnvs does.
     """
-    info = info.get("final_info", {}) | info  # SyncVectorEnv's place for reports at a reset
+    info = info.get("final_info", {}) | info  # SyncVectorEnv's same-step reports
     if "episode" in info:
         envs.reports_episodes = True
     key = "episode" if hasattr(envs, "reports_episodes") else "counted"
     if key not in info:
         return [], [], []
-    envs = np.flatnonzero(info[f"_{key}"])
-    return envs.tolist(), info[key]["r"][envs].tolist(), info[key]["l"][envs].tolist()
+    ended = np.flatnonzero(info[f"_{key}"])
+    return ended.tolist(), info[key]["r"][ended].tolist(), info[key]["l"][ended].tolist()
 
 
 def available_cores() -> int:
@@ -939,9 +939,9 @@ class Run:
             name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
             self.folder = Path(args.run_dir, args.run_name or name)
             # Stopped before its first save: the same command starts it again.
-            unsaved = list(self.folder.glob("metrics.csv")) and not list(self.folder.glob("*.pt"))
+            unsaved = any(self.folder.glob("metrics.csv")) and not any(self.folder.glob("*.pt"))
             try:
-                self.folder.mkdir(parents=True, exist_ok=bool(unsaved))  # atomic
+                self.folder.mkdir(parents=True, exist_ok=unsaved)  # atomic
             except OSError as error:
                 hint = f"--resume {self.folder} continues an existing run"
                 raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
@@ -992,15 +992,14 @@ class Run:
             if row and int(row[1]) <= step:
                 break
             lines.pop()
-        if lines and not lines[0].endswith(b"\n"):
-            lines = []  # a crash cut the header
-        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",") if lines else ["step"]
+        if not lines or not lines[0].endswith(b"\n"):  # a new run, or a crash cut the header
+            self.table.truncate(0)
+            return []
+        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
         if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(
-                f"{self.table.name}: not this run's table up to {step:,}; move it away"
-            )
+            raise UsageError(f"{self.table.name}: not this run's table to {step:,}; move it away")
         self.table.truncate(sum(map(len, lines)))
-        return columns if lines else []
+        return columns
 
     def say(self, text: str, stream=None):
         """Print a line: to stdout unless --quiet, or to this stream in any case."""
@@ -1032,9 +1031,9 @@ class Run:
         self.tensorboard.flush()
 
     def write(self, name: str, data: bytes):
-        """Write aside and rename: at any moment the file is whole, the old one or the new one."""
+        """Write to a temporary file, then rename: the file is always complete, old or new."""
         if not self.folder.exists():
-            self.say(f"{self.folder} is gone, making it again", sys.stderr)
+            self.say(f"{self.folder} was deleted, creating it again", sys.stderr)
             self.folder.mkdir(parents=True)
         temporary = self.folder / f"{name}.tmp"
         temporary.write_bytes(data)
@@ -1046,7 +1045,7 @@ class Run:
             self.last_save = time.monotonic()
         if RANK > 0:
             return
-        # Networks and running statistics; the optimizer's tensors lie deeper.
+        # Networks and running statistics, not the optimizer's tensors, which are nested.
         parts = [part.values() for part in state.values() if isinstance(part, dict)]
         tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
         if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
@@ -1060,7 +1059,7 @@ class Run:
     def close(self):
         self.bar.close()
         if RANK == 0:
-            # A signal inside TensorBoard's writer can leave its lock taken: do not wait for ever.
+            # A signal inside TensorBoard's writer can leave its lock taken: do not wait forever.
             closing = threading.Thread(target=self.tensorboard.close, daemon=True)
             closing.start()
             closing.join(5)
@@ -1075,7 +1074,7 @@ def interrupt(number, frame):
 
 
 def main(argv=None, make_envs=make_envs) -> int:
-    """The command line: 0 done, 1 failure, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
+    """Run the command line -> 0 done, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -1094,7 +1093,7 @@ def main(argv=None, make_envs=make_envs) -> int:
     except KeyboardInterrupt:
         return 130
     except UsageError as error:
-        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write
+        sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write per rank
         return 2
     finally:
         for number, handler in handlers.items():

@@ -296,7 +296,7 @@ def headlines(results: Path = RESULTS) -> list[str]:
         if blind is not None and (not known or "without" in what):
             known.append(f"{rounded(blind)}, random play")
         steps = f"{cell['steps'] / 1e6:.0f}M"
-        script = cell["job"].file.removeprefix("benchmark/")
+        script = cell["job"].file
         lines.append(f"| `{script}` | {what} | {steps} | {len(means)} | {ours} | {'; '.join(known)} |")
     return lines
 
@@ -592,7 +592,7 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
 
 
 def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
-    """A docs page's picture: a panel per game, a colour per setting, a line per seed, published points.
+    """A docs page's picture: a panel per game, a color per setting, a line per seed, published points.
 
     A game whose only runs are in procgen16.svg has no panel here.
     """

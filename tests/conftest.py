@@ -122,7 +122,7 @@ def equal(a, b):
 class FakeVecEnv(gym.vector.VectorEnv):
     """A scripted vector env with EnvPool's or Procgen's autoreset and nothing random in it.
 
-    episodes: for each env a list of (rewards, end), played in turn for ever; end is "terminated", "truncated" or
+    episodes: for each env a list of (rewards, end), played in turn forever; end is "terminated", "truncated" or
     "life" (a lost life: `terminated` is set, info["terminated"] is not). A frame shows env, episode and step in its
     first three pixels. With next-step autoreset the step after an end ignores its action, pays `dummy_reward` (a real
     env: 0) and shows the next episode's first frame; with same-step the end's step shows it.

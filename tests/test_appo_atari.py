@@ -207,7 +207,7 @@ class OneFrame(FakeVecEnv):
 
 
 def test_what_is_refused(tmp_path):
-    """Before anything is written: groups that do not divide, parts of rollouts, what would wait for ever, numbers
+    """Before anything is written: groups that do not divide, parts of rollouts, what would wait forever, numbers
     without a meaning, environments of another number, autoreset or shape than is needed."""
     wrong = [dict(num_groups=3), dict(minibatch_size=24), dict(num_minibatches=3, minibatch_size=16, num_groups=2)]
     wrong += [dict(num_minibatches=0), dict(num_batches_to_accumulate=-1), dict(max_policy_lag=0), dict(noop_max=0)]
@@ -218,7 +218,7 @@ def test_what_is_refused(tmp_path):
             run(tmp_path, None, **changes)
     same_step = FakeVecEnv(random_episodes(4), conftest.SAME_STEP, shape=SHAPE)
     for envs in ([fake(3)], [same_step]):
-        with pytest.raises(UsageError, match="make_envs: must return 4 with AutoresetMode.NEXT_STEP"):
+        with pytest.raises(UsageError, match="make_envs: needs 4 environments with AutoresetMode.NEXT_STEP"):
             run(tmp_path, envs)
     for envs in (FakeVecEnv(random_episodes(4), shape=(4, 35, 60)), fake(cls=OneFrame)):
         with pytest.raises(UsageError, match="at least 36 pixels"):
@@ -236,7 +236,7 @@ def moments(rows):
 
 
 class Plain:
-    """The network in float64, and all frames and returns of which its normalisers know."""
+    """The network in float64, and all frames and returns of which its normalizers know."""
 
     def __init__(self):
         torch.manual_seed(1)
@@ -245,7 +245,7 @@ class Plain:
         self.frames, self.returns = torch.zeros(0, *SHAPE).double(), torch.zeros(0).double()
 
     def __call__(self, obs):
-        """uint8 (B, ...) -> logits, normalised values."""
+        """uint8 (B, ...) -> logits, normalized values."""
         (mean, std), w = moments(self.frames), self.w
         x = ((obs.double() / 255 - mean) / std).clamp(-5, 5)
         for i, stride in ((0, 4), (2, 2), (4, 1)):

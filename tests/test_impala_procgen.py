@@ -213,7 +213,7 @@ def test_replay_ring_and_proportion(tmp_path, monkeypatch):
 
 def test_what_is_refused(tmp_path):
     """Before anything is written: parts of rollouts as batches, groups of another size, endless replay (D7)."""
-    with pytest.raises(UsageError, match="must return 2 .* not 4 "):
+    with pytest.raises(UsageError, match="needs 2 .* not 4 "):
         run(tmp_path, [fake(4)], num_groups=2)
     for wrong in (
         dict(minibatch_size=96),

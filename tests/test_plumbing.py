@@ -818,7 +818,7 @@ def test_an_ascii_terminal(script):
 def test_a_folder_that_is_gone_is_made_again(script, monkeypatch, capfd):
     spy_on(monkeypatch, script.module.Run, "log", lambda *_: shutil.rmtree(script.folder))
     script.train(script.fake())
-    assert load(script.folder)["step"] == ITERATION and "runs/a is gone" in capfd.readouterr().err
+    assert load(script.folder)["step"] == ITERATION and "runs/a was deleted" in capfd.readouterr().err
 
 
 def test_the_bar_and_the_lines(script):

@@ -70,8 +70,8 @@ def plain_normalizer(reward, done, gamma):
     return normalized
 
 
-def test_normalised_rewards_are_clipped():
-    """The rest of the normaliser is in OpenAI's whole update below."""
+def test_normalized_rewards_are_clipped():
+    """The rest of the normalizer is in OpenAI's whole update below."""
     normalizer = ppo_procgen.RewardNormalizer(0.9, 1)
     got = [normalizer(torch.tensor([reward]), torch.zeros(1)).item() for reward in (*200 * [1.0], 1e6, -1e9)]
     assert got[-2:] == [10, -10]
@@ -81,7 +81,7 @@ def normalized(normalizer, rewards, dones):
     return torch.stack([normalizer(*row) for row in zip(rewards, dones, strict=True)])
 
 
-def test_a_restored_normaliser_goes_on_as_if_never_stopped():
+def test_a_restored_normalizer_goes_on_as_if_never_stopped():
     """Sums and the returns of each environment; a resume that restarted them would let the divisor grow."""
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(400, 4, generator=generator, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_a_restored_normaliser_goes_on_as_if_never_stopped():
     np.testing.assert_allclose(normalized(second, rewards[200:], dones[200:]), expected[200:], rtol=1e-9)
 
 
-def test_a_normaliser_of_other_environments_takes_the_returns_over():
+def test_a_normalizer_of_other_environments_takes_the_returns_over():
     """Returns that restarted at 0 would pull the std down."""
     first, second = ppo_procgen.RewardNormalizer(0.75, 4), ppo_procgen.RewardNormalizer(0.75, 6)
     normalized(first, torch.ones(300, 4), torch.zeros(300, 4))

@@ -156,7 +156,7 @@ def test_pictures(tmp_path):
 
 
 def test_picture_has_all_settings(tmp_path, monkeypatch):
-    """Six settings of a game are six lines of different colours; a game of procgen16.svg alone has no panel."""
+    """Six settings of a game are six lines of different colors; a game of procgen16.svg alone has no panel."""
     from matplotlib import pyplot
 
     settings = ["norm-reward", "discounts", "constant-lr", "input"]

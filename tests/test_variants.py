@@ -204,7 +204,7 @@ def test_exploration_envs_reset_in_the_next_step(variant):
     assert len(np.unique(games.actions)) == 15
 
 
-def test_snd_sees_the_colours_of_the_newest_frame(variant, monkeypatch):
+def test_snd_sees_the_colors_of_the_newest_frame(variant, monkeypatch):
     """Packing loses nothing. The policy sees two frames, SND the last; both have the layers of the paper's SND-V."""
     module = variant("snd_procgen")
     frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
@@ -555,7 +555,7 @@ def test_pbt_exploits_and_explores(tmp_path):
 
 @pytest.mark.slow
 def test_pbt_ends_when_a_trial_fails(tmp_path):
-    """Ray's scheduler would let the others wait for it for ever."""
+    """Ray's scheduler would let the others wait for it forever."""
     command = [sys.executable, FOLDER / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
     command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e31 --".split()  # drawn: 5e7 and 1e-9
     assert subprocess.run([*command, *PBT, "--seed", "1"], capture_output=True, timeout=600).returncode == 1
