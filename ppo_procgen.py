@@ -73,7 +73,7 @@ class Args:
     run_dir: str = "runs"  # folder of all runs
     run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
     resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU a rank
+    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU per rank
     threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
     compile: bool = False  # torch.compile the policy that learns; speed not measured
     precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
