@@ -181,7 +181,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.returns += np.where(self.done, 0, info["reward"])
         self.lengths += ~self.done
         # EnvPool's no-ops after a lost life can end the game. Then lives rise, and the ended game
-        # is reported now, a step late. The next one inherits its remaining time limit.
+        # is reported now. The next one inherits its remaining time limit.
         unseen = self.done & ~self.over & (info["lives"] > self.lives)
         self.lives = info["lives"]
         self.done = terminated | truncated
@@ -363,7 +363,7 @@ def vtrace(reward, value, terminated, done, rho, gamma: float, lam: float):
     for t in reversed(range(len(reward))):
         correction[t] = delta[t] + discount[t] * c[t] * correction[t + 1]
     vs = value + correction
-    next_vs = torch.where(done > 0, value[1:], vs[1:])  # after an end vs is of the next episode
+    next_vs = torch.where(done > 0, value[1:], vs[1:])  # at a time limit vs is the next episode's
     rho_advantage = rho * (reward + discount * next_vs - value[:-1])
     return vs[:-1], rho_advantage
 
@@ -461,8 +461,8 @@ class Actors:
 
     Group k % G plays rollout k of `num_rollouts`. A dataset is `size` consecutive rollouts.
     Rollouts are started for the dataset that the learner waits for and for the next `ahead` ones;
-    a group with nothing to play is idle. So when the learner takes a dataset, its rows are at most
-    as old as the SGD steps of `ahead` datasets. With ahead=0 nobody plays during learning; if size
+    a group with nothing to play is idle. So at most the SGD steps of `ahead` datasets lie between
+    playing a row and starting to train on it. With ahead=0 nobody plays during learning; if size
     is 1 too, the groups take turns.
     """
 
@@ -1088,7 +1088,7 @@ class Run:
             return []
         columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
         if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(f"{self.table.name}: not this run's table to {step:,}; move it away")
+            raise UsageError(f"{self.table.name}: not this run's table; move it away")
         self.table.truncate(sum(map(len, lines)))
         return columns
 

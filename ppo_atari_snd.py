@@ -997,7 +997,7 @@ class Run:
             return []
         columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
         if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(f"{self.table.name}: not this run's table to {step:,}; move it away")
+            raise UsageError(f"{self.table.name}: not this run's table; move it away")
         self.table.truncate(sum(map(len, lines)))
         return columns
 
