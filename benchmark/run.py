@@ -52,8 +52,8 @@ flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --
 0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
 RND_512 = """--num-envs 512 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --bonus-after 100000
 --warmup-steps 256 --precision bf16 --total-timesteps 2000000"""
-RND_512_8M = """--num-envs 512 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --int-coef 30
---bonus-after 100000 --warmup-steps 256 --max-grad-norm 0.5 --total-timesteps 8000000"""
+RND_128_8M = """--num-envs 128 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --int-coef 30
+--bonus-after 100000 --warmup-steps 256 --predictor-share 0.0625 --max-grad-norm 0.5 --total-timesteps 8000000"""
 RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512 --lr 2.5e-4 --fire-reset
 --bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
@@ -94,8 +94,8 @@ SUITES = {
         ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
         ("impala_procgen:narrow-sync", ["starpilot"], 1, f"{NARROW} --sync --total-timesteps 2000000"),
         ("appo_atari:two-cores-0.5m", ["Pong"], 3, f"{TWO_CORES} --total-timesteps 500000"),
-        ("ppo_atari_rnd:512-clip-8m-bf16", ["MontezumaRevenge"], 1, f"{RND_512_8M} --precision bf16"),
-        ("ppo_atari_rnd:512-clip-8m", ["MontezumaRevenge"], 1, RND_512_8M),  # without AVX512-BF16
+        ("ppo_atari_rnd:128-8m-bf16", ["MontezumaRevenge"], 1, f"{RND_128_8M} --precision bf16"),
+        ("ppo_atari_rnd:128-8m", ["MontezumaRevenge"], 1, RND_128_8M),  # without AVX512-BF16
         ("ppo_atari_snd:no-reward-bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
         ("ppo_atari_snd:no-reward", ["Breakout"], 1, NO_REWARD),  # the same where the CPU has no AVX512-BF16
     ],
