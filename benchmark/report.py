@@ -36,7 +36,7 @@ HEADLINES = {  # the README's rows: (suite, row) -> game and setting
     ("two_cores", "ppo_procgen-narrow-8m/bigfish"): "bigfish",
     ("two_cores", "impala_procgen-narrow-sync/starpilot"): "starpilot",
     ("two_cores", "ppo_atari_rnd-no-reward/Breakout"): "Breakout, without its reward",
-    ("two_cores", "snd_breakout-bf16/Breakout"): "Breakout, without its reward",
+    ("two_cores", "ppo_atari_snd-no-reward-bf16/Breakout"): "Breakout, without its reward",
     ("two_cores", "appo_atari-two-cores/Breakout"): "Breakout",
 }
 CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
