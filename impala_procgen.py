@@ -1062,6 +1062,8 @@ def main(argv=None, make_envs=make_envs) -> int:
         return 130
     except UsageError as error:
         sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write per rank
+        if WORLD > 1 and dist.is_initialized():
+            dist.destroy_process_group()  # its threads may otherwise abort the exit
         return 2
     finally:
         for number, handler in handlers.items():
