@@ -182,7 +182,9 @@ def test_ranks_reach_the_target_return_together(two_ranks):
 @pytest.mark.parametrize("flags", ["--seed $RANK", "--num-envs $((4 + 4 * RANK))"])
 def test_ranks_with_other_flags_are_refused(flags, tmp_path):
     """Other seeds or sizes would leave each rank with weights of its own, or hang."""
-    command = f"exec {sys.executable} {ROOT / 'ppo_procgen.py'} {' '.join(TINY)} 1024 {flags}"
+    code = "import sys, torch.distributed as dist, ppo_procgen; status = ppo_procgen.main(); "
+    code += "sys.exit(3 if dist.is_initialized() else status)"  # gloo's threads may abort the exit
+    command = f"PYTHONPATH={ROOT} exec {sys.executable} -c '{code}' {' '.join(TINY)} 1024 {flags}"
     launch = [*TORCHRUN, "--no-python", "bash", "-c", command]
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "different flags" in done.stderr
