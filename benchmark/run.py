@@ -58,7 +58,7 @@ RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512
 --bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
 NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
 
-# suite: (script, games, number of seeds, flags), in the order of execution
+# suite: (script, games, seeds, flags), in the order of execution; seeds: their number (from 1 on) or themselves
 SUITES = {
     "smoke": [
         ("ppo_procgen", ["leaper"], 1, f"{SMALL} --channels 8 8 8"),
@@ -118,6 +118,11 @@ SUITES = {
         ("ppo_procgen:constant-lr", ["fruitbot"], 1, f"{NARROW_1M} --lr 5e-4"),
         ("ppo_procgen:input", ["fruitbot"], 1, f"{NARROW_1M} --stack none --pool flatten --input-shift 0"),
     ],
+    "adam_eps": [  # is our PPO below OpenAI's by chance, or by Adam's epsilon?
+        (f"{script}:openai-660k", [game], seeds, f"--num-levels 0 --total-timesteps 660000 --eval-episodes 0 {OPENAI}")
+        for game, seeds in [("jumper", (11, 12)), ("leaper", (21, 22)), ("climber", (31, 32))]
+        for script in ("ppo_procgen", "procgen_tf_adam")
+    ],
     "impala_1m": [("impala_procgen:narrow-1m", ["coinrun", "bigfish"], 1, NARROW_1M)],
     "procgen16": [("ppo_procgen", PROCGEN, 3, ""), ("impala_procgen", PROCGEN, 3, "")],
 }  # fmt: skip
@@ -159,7 +164,7 @@ def jobs_of(suite: str, only: str = "") -> list[Job]:
     cells = [
         Job(suite, variant, game, seed, flags)
         for variant, games, seeds, flags in SUITES[suite]
-        for seed in range(1, seeds + 1)
+        for seed in (range(1, seeds + 1) if isinstance(seeds, int) else seeds)
         for game in games
     ]
     return [job for job in cells if only in job.name]
@@ -262,8 +267,8 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)
     result["eval"] = evaluation
-    if not error:  # done: all its iterations, and an evaluation after the last one
-        evaluated = rows and evaluation and evaluation["step"] == before
+    if not error:  # done: all its iterations, and (with --eval-episodes) an evaluation after the last one
+        evaluated = rows and (args.get("eval_episodes") == 0 or (evaluation and evaluation["step"] == before))
         if not evaluated:
             result["status"] = "open"
         elif args.get("total_timesteps", 0) - before >= before / int(rows[-1]["iteration"]):
