@@ -2,144 +2,133 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "envpool==1.0.1", "tyro==1.0.17",
-#     "tensorboard==2.21.0", "tqdm==4.70.1",
+#     "pydantic==2.14.3", "tensorboard==2.21.0", "tqdm==4.70.1",
 # ]
 # ///
 """PPO with Random Network Distillation (RND) on Atari: Burda et al. 2018, arXiv:1810.12894.
 
-    python ppo_atari_rnd.py --env-id MontezumaRevenge               # 492M steps, 1.97e9 frames
-    python ppo_atari_rnd.py --env-id MontezumaRevenge --memory gru  # the paper's recurrent policy
-    python ppo_atari_rnd.py --resume runs/NAME                      # continue a stopped run
+    python ppo_atari_rnd.py --env-id MontezumaRevenge  # 492M steps, 1.97e9 frames
+    python ppo_atari_rnd.py --resume runs/NAME         # continue a run; flags given now win
 
 A frame's bonus is a trained predictor's error on a fixed random network's features of it.
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438.
-Hyperparameters: the paper's table 5.
-
-Unlike most PPO code, as in the authors' (github.com/openai/random-network-distillation):
+Defaults: the paper's table 5. Unlike most PPO code (github.com/openai/random-network-distillation):
 - two value heads with one discount each; the intrinsic return does not stop at episode ends;
 - no standardization of advantages, no clipping of values or gradients;
 - a minibatch holds all rows of some environments, the same ones in every epoch;
-- the bonus of step t is for the newest frame of o_{t+1}. The bonus uses the frame statistics of the
-  earlier rollouts and is divided by the running std of discounted sums of bonuses.
-Departures, results and the commands behind them: docs/ppo_atari_rnd.md.
+- the bonus of step t is for the newest frame of o_{t+1}, divided by the running std of discounted
+  sums of bonuses. The statistics of frames are those of the earlier rollouts.
+Recurrent policy: benchmark/variants/rnd_recurrent.py. Departures, results: docs/ppo_atari_rnd.md.
 """
 
+import argparse
 import contextlib
-import ctypes
-import difflib
-import fcntl
+import csv
 import io
+import itertools
 import json
 import math
 import os
-import re
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections import defaultdict, deque
-from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import numpy as np
+import pydantic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
-from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformReward
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-WORLD = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes, set by torchrun
-RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # this process's number
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes (torchrun)
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # number of this process
+SCRIPT = Path(__file__).stem
+ROWS_ON_CPU = 256  # default of --micro-batch on a CPU
 
 
-@dataclass
+def as_schedule(numbers):
+    """One number, or 0 value step value ... (numbers or text) -> 0 value step value ..."""
+    numbers = np.atleast_1d(numbers).astype(float).tolist()
+    if len(numbers) == 1:
+        return [0, *numbers]
+    steps = numbers[0::2]
+    if len(numbers) % 2 or steps[:1] != [0] or steps != sorted(set(steps)):
+        raise ValueError("must be a number, or 0 value step value ... with rising steps")
+    return numbers
+
+
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+Share = Annotated[float, Field(ge=0, le=1)]
+Schedule = Annotated[tuple[NonNegativeFloat, ...], pydantic.BeforeValidator(as_schedule)]
+CONFIG = dict(allow_inf_nan=False, extra="forbid", hide_input_in_errors=True, validate_default=True)
+
+
+@dataclass(config=CONFIG)
 class Args:
     # run
     env_id: str = "MontezumaRevenge"  # Atari game as EnvPool spells it, with or without -v5
-    total_timesteps: int = 491_520_000  # total environment steps (4 frames each), in whole rollouts
-    target_return: float = 0  # stop once the last 100 episodes average this much; 0 = off
-    seed: int = 1  # on a CPU, the same flags reproduce the same metrics (except time/*)
+    total_timesteps: PositiveInt = 491_520_000  # environment steps (4 frames), in whole rollouts
+    seed: NonNegativeInt = 1  # on a CPU, runs with equal flags have equal metrics (not time/*)
     run_dir: str = "runs"  # folder of all runs
-    run_name: str = ""  # name of this run's folder; "" = env-id__script__seed__time
-    resume: str = ""  # folder of a run to continue; its saved flags are the defaults
-    device: str = "auto"  # auto (cuda if available), cpu, cuda, cuda:1; torchrun: a GPU per rank
-    threads: int = 0  # CPU threads; 0 = all cores (fewer can be faster on a busy machine)
-    compile: bool = False  # torch.compile the policy that learns; speed not measured
-    precision: Literal["fp32", "bf16"] = "fp32"  # fp32 is TF32 on a GPU; bf16 is slow on most CPUs
-    micro_batch: int = 0  # rows per forward pass of learning; 0 = 256 on a CPU, all on a GPU
-    checkpoint_every: float = 300  # seconds between checkpoints; 0 = after every iteration
-    eval_episodes: int = 100  # episodes per evaluation; 0 = no evaluation, not even at the end
-    eval_every: int = 0  # environment steps between evaluations; 0 = only at the end
-    quiet: bool = False  # print only evaluations
+    run_name: str = ""  # name of a new run's folder; "" = env-id__script__seed__time
+    device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
+    threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
+    compile: bool = False  # torch.compile the policy that learns
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
+    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 256)
+    checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
+    eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
+    eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
     # environment
-    repeat_action_probability: float = 0.25  # probability of repeating the last action, per frame
-    noop_max: int = 1  # an episode starts with 1 to this many no-ops; one less with --fire-reset
+    repeat_action_probability: Share = 0.25  # probability of repeating the last action, per frame
+    noop_max: Annotated[int, Field(ge=1, le=1000)] = 1  # no-ops at an episode's start: 1 to this
     fire_reset: bool = False  # press FIRE at the start of an episode
-    max_episode_steps: int = 4500  # time limit of an episode, in environment steps
+    max_episode_steps: Annotated[int, Field(ge=1, lt=2**31)] = 4500  # time limit, in steps
     frame_size: Literal[84, 96] = 84  # width and height of the gray frames, in pixels
-    stack: int = 4  # frames per observation
-    num_envs: int = 128  # parallel environments (per process, with torchrun)
+    stack: Annotated[int, Field(ge=1, le=64)] = 4  # frames per observation
+    frame_channels: PositiveInt = 1  # last channels that are the newest frame; own RGB images: 3
+    num_envs: PositiveInt = 128  # parallel environments (per process)
     # optimization
-    num_steps: int = 128  # rollout length per environment
-    minibatch_size: int = 4096  # rows per SGD step and process; num_steps x a divisor of num_envs
-    update_epochs: int = 4  # passes over a rollout
-    lr: tuple[float, ...] = (1e-4,)
-    """learning rate: a number, or pairs of step and value from step 0 on (0 1e-4 5000000 0), linear
-    in between, then constant; steps do not scale with --total-timesteps"""
-    adam_eps: float = 1e-8  # Adam's epsilon
-    max_grad_norm: float = 0  # clip the norm of the policy network's gradient; 0 = off
+    num_steps: PositiveInt = 128  # rollout length per environment
+    minibatch_size: PositiveInt = 4096  # rows per SGD step and process, of whole environments
+    update_epochs: PositiveInt = 4  # passes over a rollout
+    lr: Schedule = (0, 1e-4)
+    """learning rate: a number, or 0 value step value ... (linear in between, then constant)"""
+    adam_eps: NonNegativeFloat = 1e-8  # Adam's epsilon
+    max_grad_norm: NonNegativeFloat = 0  # clip the norm of the policy network's gradient; 0 = off
     # algorithm
-    gamma: float = 0.999  # discount of the game's rewards
-    gamma_int: float = 0.99  # discount of the bonus
-    gae_lambda: float = 0.95  # GAE's lambda, for both
-    clip: float = 0.1  # clip range of the probability ratio; 0 = off
-    vf_coef: float = 1  # weight of the value loss, half the squared error of each head
-    ent_coef: tuple[float, ...] = (0.001,)  # weight of the entropy bonus: a number, or as --lr
-    ext_coef: float = 2  # weight of the game's advantages; 0 = off, explore only
-    int_coef: float = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
-    bonus_after: int = 0  # environment steps before the first bonus; the predictor learns at once
-    predictor_share: float = 0
-    """share of rows that train the predictor; 0 = min(1, 32 / all environments) (paper)"""
-    warmup_steps: int = 6400
-    """random steps per environment that initialize the frame statistics of a new run; 0 = none"""
+    gamma: Share = 0.999  # discount of the game's rewards
+    gamma_int: Share = 0.99  # discount of the bonus
+    gae_lambda: Share = 0.95  # GAE's lambda, for both
+    clip: NonNegativeFloat = 0.1  # clip range of the probability ratio; 0 = off
+    vf_coef: NonNegativeFloat = 1  # weight of the value loss, half the squared error of each head
+    ent_coef: Schedule = (0, 0.001)  # weight of the entropy; a number, or as --lr
+    ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off, explore only
+    int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
+    bonus_after: NonNegativeInt = 0  # environment steps before the first bonus is paid
+    predictor_share: Share = 0  # rows that train the predictor; 0 = min(1, 32 / all environments)
+    warmup_steps: NonNegativeInt = 6400  # random steps per environment, for the frame statistics
     # network
-    memory: Literal["none", "gru"] = "none"  # the paper's CNN or recurrent policy
-    rnd_features: int = 512  # outputs of target and predictor, width of the predictor's layers
+    rnd_features: PositiveInt = 512  # outputs of target and predictor, width of its layers
 
-
-# Flags that --resume cannot change, and the bounds of flags that are numbers (checked by `plain`)
-FIXED = "env_id repeat_action_probability frame_size stack memory rnd_features".split()
-AT_LEAST_1 = """num_envs num_steps update_epochs noop_max max_episode_steps stack
-rnd_features""".split()
-AT_MOST_1 = "repeat_action_probability gamma gamma_int gae_lambda predictor_share".split()
-
-
-def check(args: Args):
-    """Raise UsageError for settings that cannot work together."""
-    rows = args.num_envs * args.num_steps
-    size = args.minibatch_size
-    if size < 1 or rows % size or size % args.num_steps:
-        rule = f"a multiple of --num-steps {args.num_steps} and a divisor of {rows}"
-        raise UsageError(f"--minibatch-size {size}: must be {rule}")
-    if args.total_timesteps < rows * WORLD:
-        raise UsageError(f"--total-timesteps {args.total_timesteps}: at least {rows * WORLD}")
-    if args.compile and args.memory == "gru":
-        raise UsageError("--compile: not with --memory gru, whose loop it would unroll")
-    # Beyond these EnvPool hangs, runs out of memory or overflows.
-    limits = {"noop_max": 1000, "stack": 64, "max_episode_steps": 2**31 - 1}
-    for name, limit in limits.items():
-        if getattr(args, name) > limit:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{flag}: must be at most {limit}")
+    def __post_init__(self):
+        rows = self.num_envs * self.num_steps
+        if rows % self.minibatch_size or self.minibatch_size % self.num_steps:
+            raise ValueError(f"--minibatch-size: a multiple of --num-steps and a divisor of {rows}")
+        if self.total_timesteps < rows * WORLD:
+            raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
+        if self.eval_every and not self.eval_episodes:
+            raise ValueError("--eval-every: needs --eval-episodes")
 
 
 # --- environment ---
@@ -154,7 +143,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     next episode: it is not a transition. Rewards are unclipped.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
     def __init__(self, pool, num_envs: int, room_byte: int | None):
         self.pool = pool
@@ -163,7 +152,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         shape = pool.observation_space.shape
         self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
         self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any episode
+        self.rooms_ever = np.zeros(256, bool)  # seen in any episode; `train` saves it
 
     def reset(self, *, seed=None, options=None):
         return self.pool.reset()
@@ -180,19 +169,17 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool.close()
 
 
-def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
-    """Create Atari environments as specified by args; `stream` seeds them."""
+def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.vector.VectorEnv:
+    """Create Atari environments; those of an evaluation (test) are the same."""
     with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
         import envpool
-    specs = envpool.registration.registry.specs
-    games = [name.removesuffix("-v5") for name in specs if specs[name][0] == "envpool.atari"]
     game = args.env_id.removesuffix("-v5")
-    if game not in games:
-        close = difflib.get_close_matches(game, games, 3, 0.4) or sorted(games)
-        raise UsageError(f"--env-id {game}: no such game; did you mean {', '.join(close)}?")
+    specs = envpool.registration.registry.specs
+    if specs.get(f"{game}-v5", [""])[0] != "envpool.atari":
+        raise UsageError(f"--env-id {args.env_id}: EnvPool has no Atari game of this name")
     # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
-    seeds = np.random.SeedSequence(stream_seed(args.seed, stream)).generate_state(num_envs) >> 1
-    pool = envpool.make(
+    seeds = np.random.SeedSequence(seed).generate_state(num_envs) // 2  # below 2 ** 31
+    envs = envpool.make(
         f"{game}-v5",
         env_type="gymnasium",
         num_envs=num_envs,
@@ -207,13 +194,9 @@ def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
         img_width=args.frame_size,
         stack_num=args.stack,
     )
-    envs = RecordEpisodeStatistics(AtariEnvs(pool, num_envs, ROOM_BYTE.get(game)))  # unclipped
-    return TransformReward(envs, np.sign)
-
-
-def stream_seed(seed: int, stream: str) -> int:
-    """Hash both to 31 bits: different seeds or streams give independent random numbers."""
-    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0] >> 1)
+    envs = AtariEnvs(envs, num_envs, ROOM_BYTE.get(game))
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)  # of unclipped rewards
+    return gym.wrappers.vector.TransformReward(envs, np.sign)
 
 
 # --- network ---
@@ -228,74 +211,39 @@ def layer(module, gain: float = 2**0.5):
 
 def convolutions(channels: int, last_kernel: int, activation) -> nn.Sequential:
     """The three convolutions of the policy, the target and the predictor."""
-    return nn.Sequential(
-        layer(nn.Conv2d(channels, 32, 8, stride=4)),
-        activation,
-        layer(nn.Conv2d(32, 64, 4, stride=2)),
-        activation,
-        layer(nn.Conv2d(64, 64, last_kernel)),
-        activation,
-        nn.Flatten(),
-    )
+    net = nn.Sequential()
+    # Channels in and out, kernel, stride
+    for sizes in (channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, last_kernel, 1):
+        net.extend([layer(nn.Conv2d(*sizes)), activation])
+    return net.append(nn.Flatten())
 
 
 class Agent(nn.Module):
-    """The paper's policies: uint8 (B, C, H, W) -> logits (B, A), values (B, 2), memory.
-
-    The values are of the game's rewards and of the bonus. Without --memory gru, `memory` and
-    `valid` are not used. With it, the B rows are n environments, one after the other, each in order
-    of time. The memory given, (n, 256), is the state before each environment's first row; the one
-    returned is the state after its last row. `valid` (B,) is 0 in a row that shows the last
-    observation of an episode; after it the state is 0.
-    """
+    """The paper's CNN: uint8 (B, C, H, W) -> logits (B, A), values (B, 2) of game and bonus."""
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
         self.bf16 = args.precision == "bf16"
-        self.memory_size = 256 if args.memory == "gru" else 0
+        width = 448  # about as many weights as the paper's recurrent policy
         self.trunk = convolutions(obs_shape[0], 4, nn.ReLU())
         num_features = self.trunk(torch.zeros(1, *obs_shape)).shape[1]
         self.hidden1 = layer(nn.Linear(num_features, 256))
-        if self.memory_size:
-            width = 256
-            self.hidden2 = nn.GRUCell(256, 256)
-            nn.init.orthogonal_(self.hidden2.weight_ih)
-            nn.init.orthogonal_(self.hidden2.weight_hh)
-            nn.init.zeros_(self.hidden2.bias_ih)
-            nn.init.zeros_(self.hidden2.bias_hh)
-        else:
-            width = 448  # about as many weights as the GRU policy
-            self.hidden2 = layer(nn.Linear(256, width))
+        self.hidden2 = layer(nn.Linear(256, width))
         self.residual_policy = layer(nn.Linear(width, width), 0.1)
         self.residual_value = layer(nn.Linear(width, width), 0.1)
         self.policy = layer(nn.Linear(width, num_actions), 0.01)
         self.value = layer(nn.Linear(width, 2), 0.01)
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, obs, memory, valid):
+    def forward(self, obs):
         # Channels-last while still uint8 (a quarter of the memory traffic), then scale in place.
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = F.relu(self.hidden1(self.trunk(x)))
-            if self.memory_size:
-                x, memory = self.recur(x, memory, valid)
-            else:
-                x = F.relu(self.hidden2(x))
+            x = F.relu(self.hidden2(x))
             policy = x + F.relu(self.residual_policy(x))
             value = x + F.relu(self.residual_value(x))
-        # Heads in fp32: bf16 would round the values.
-        return self.policy(policy.float()), self.value(value.float()), memory
-
-    def recur(self, x, memory, valid):
-        """Run the GRU over the rows of each environment: x (B, 256) -> states (B, 256), memory."""
-        x = x.unflatten(0, (len(memory), -1))
-        valid = valid.view(len(memory), -1, 1)
-        states = []
-        for t in range(x.shape[1]):
-            state = self.hidden2(x[:, t], memory).float()
-            states.append(state)
-            memory = state * valid[:, t]  # the next row belongs to a new episode if valid is 0
-        return torch.stack(states, 1).flatten(0, 1), memory
+        return self.policy(policy.float()), self.value(value.float())  # heads in fp32
 
 
 class RunningMoments(nn.Module):
@@ -321,7 +269,7 @@ class RunningMoments(nn.Module):
             rows = rows.float() if x.dtype == torch.uint8 else rows.double()
             new[1] += rows.sum(0)
             new[2] += rows.square().sum(0)
-        self.sums += WORLD * mean_over_ranks(new)
+        self.sums += sum_over_ranks(new)
         mean = self.sums[1] / self.sums[0]
         variance = (self.sums[2] / self.sums[0] - mean**2).clamp(min=1e-12)
         self.mean.copy_(mean)
@@ -329,10 +277,7 @@ class RunningMoments(nn.Module):
 
 
 class RND(nn.Module):
-    """A fixed random target network, its predictor, and the statistics of frames and bonuses.
-
-    Frames are uint8 (B, 1, H, W); features are (B, args.rnd_features).
-    """
+    """A fixed random target network, its predictor, and the statistics of frames and bonuses."""
 
     def __init__(self, frame_shape: tuple[int, int, int], args: Args):
         super().__init__()
@@ -341,20 +286,19 @@ class RND(nn.Module):
         self.frames = RunningMoments(frame_shape, count=1e-4, variance=1, epsilon=0)
         self.returns = RunningMoments((), count=1e-4, variance=1, epsilon=0)
         self.register_buffer("discounted", torch.zeros(args.num_envs, dtype=torch.float64))
-        self.target = convolutions(1, 3, nn.LeakyReLU(0.2))
-        self.predictor = convolutions(1, 3, nn.LeakyReLU(0.2))
+        self.target = convolutions(frame_shape[0], 3, nn.LeakyReLU(0.2))
+        self.predictor = convolutions(frame_shape[0], 3, nn.LeakyReLU(0.2))
         width = self.target(torch.zeros(1, *frame_shape)).shape[1]
         features = args.rnd_features
         self.target.append(layer(nn.Linear(width, features)))
         self.predictor.append(layer(nn.Linear(width, features)))
         for _ in range(2):
-            self.predictor.append(nn.ReLU())
-            self.predictor.append(layer(nn.Linear(features, features)))
+            self.predictor.extend([nn.ReLU(), layer(nn.Linear(features, features))])
         self.target.requires_grad_(False)
         self.to(memory_format=torch.channels_last)
 
     def outputs(self, network, frames):
-        """Outputs of target or predictor for frames standardized by the current statistics."""
+        """Standardized frames, uint8 (B, C, H, W), through the target or the predictor: (B, D)."""
         x = ((frames.float() - self.frames.mean) / self.frames.std).clamp(-5, 5)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = network(x)
@@ -372,8 +316,7 @@ class RND(nn.Module):
     def normalize(self, bonus):
         """Divide bonuses (T, N) by the running std of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
 
-        These sums continue through the ends of episodes and rollouts. The sums of this rollout
-        enter the std before it divides.
+        The sums continue through ends of episodes and rollouts; this rollout's enter the std first.
         """
         sums = []
         for row in bonus:
@@ -388,10 +331,7 @@ class RND(nn.Module):
 
 def sample(logits, generator=None):
     """Draw from Categorical(logits): (B, A) -> (B,)."""
-    probabilities = logits.softmax(-1)
-    if not torch.isfinite(probabilities).all():
-        raise FloatingPointError("the policy's logits are not finite")
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -407,26 +347,32 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     return advantage[:-1]
 
 
-def ppo_terms(logits, values, rows: dict, clip: float, in_use) -> dict:
-    """Loss terms and statistics, each (B,), from the new logits (B, A) and values (B, 2).
+def ppo_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
+    """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared error, summed
-    over the heads that in_use (2,) marks. train/approx_kl: the estimate r - 1 - log r of
-    KL(old || new).
+    over the heads in use. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
     """
-    clip = clip or math.inf
+    clip = args.clip or math.inf
+    logits, values = agent(rows["obs"])
     logp = logits.log_softmax(-1)
     log_ratio = logp.gather(-1, rows["action"][:, None]).squeeze(-1) - rows["logp"]
     ratio = log_ratio.exp()
     surrogate = ratio * rows["advantage"]
     clipped_surrogate = ratio.clamp(1 - clip, 1 + clip) * rows["advantage"]
-    return {
-        "loss/policy": -torch.min(surrogate, clipped_surrogate),
-        "loss/value": 0.5 * ((values - rows["target"]) ** 2 * in_use).sum(-1),
-        "loss/entropy": -(logp.exp() * logp).sum(-1),
+    policy_loss = -torch.min(surrogate, clipped_surrogate)
+    error_ext, error_int = (0.5 * (values - rows["target"]) ** 2).unbind(-1)
+    value_loss = (args.ext_coef > 0) * error_ext + (args.int_coef > 0) * error_int
+    entropy = -(logp.exp() * logp).sum(-1)
+    loss = policy_loss + args.vf_coef * value_loss - ent_coef * entropy
+    terms = {
+        "loss/policy": policy_loss,
+        "loss/value": value_loss,
+        "loss/entropy": entropy,
         "train/approx_kl": ratio - 1 - log_ratio,
         "train/clip_frac": ((ratio - 1).abs() > clip).float(),
     }
+    return loss, terms
 
 
 def explained_variance(value, target) -> float | None:
@@ -435,177 +381,128 @@ def explained_variance(value, target) -> float | None:
     return 1 - ((target - value).var() / variance).item() if variance > 0 else None
 
 
-def schedule(step: int, knots: tuple[float, ...]) -> float:
-    """A number, or step value step value ...: linear in between, constant outside."""
-    if len(knots) == 1:
-        return knots[0]
-    steps, values = list(knots[0::2]), list(knots[1::2])
-    if len(steps) < 2 or len(steps) != len(values) or steps[0] != 0 or steps != sorted(set(steps)):
-        raise UsageError(f"--lr, --ent-coef {knots}: must be a number, or 0 value step value ...")
-    return float(np.interp(step, steps, values))
+def schedule(step: int, numbers: tuple[float, ...]) -> float:
+    """Pairs of step and value: linear in between, constant outside."""
+    return float(np.interp(step, numbers[0::2], numbers[1::2]))
 
 
 # --- training ---
 
 
-def learn(
-    agent, rnd, optimizer, batch: dict, micro_batch: int, ent_coef: float, args: Args
-) -> dict:
+def learn(agent, rnd, optimizer, batch: dict, ent_coef: float, args: Args) -> dict:
     """Train policy and predictor on a rollout for several epochs -> means over all minibatches.
 
-    batch: columns of N * T rows, one environment after the other: obs, memory, valid, action, logp,
-    value, advantage, target, and for the predictor frame and feature.
+    batch: columns of N * T rows, environment by environment; the predictor's: frame and feature.
     """
-    device = batch["obs"].device
-    parameters = [*agent.parameters(), *rnd.predictor.parameters()]
-    in_use = torch.tensor([args.ext_coef > 0, args.int_coef > 0], device=device)  # value heads
     predictor_share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
-    sums = defaultdict(float)
-    num_updates = 0
+    updates = []  # the means of each SGD step
+
+    def policy_loss(rows):
+        return ppo_loss(agent, rows, ent_coef, args)
+
+    def predictor_loss(rows):
+        errors = rnd.error(rows["frame"], rows["feature"])
+        return errors, {"loss/predictor": errors}
+
     for _ in range(args.update_epochs):
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # same order every epoch
-            last = first + args.minibatch_size
-            minibatch = {name: column[first:last] for name, column in batch.items()}
-            # Valid rows per rank, on average; the clamp avoids 0 / 0.
-            num_valid = mean_over_ranks(minibatch["valid"].sum()).clamp(min=1 / WORLD)
-            # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work.
-            drawn = torch.rand(args.minibatch_size) < predictor_share
-            num_drawn = mean_over_ranks(drawn.float().sum()).clamp(min=1 / WORLD).item()
-            optimizer.zero_grad()
-            for start in range(0, args.minibatch_size, micro_batch):
-                piece = slice(start, start + micro_batch)
-                rows = {name: x[piece] for name, x in minibatch.items()}
-                memory = rows["memory"][:: args.num_steps]  # of each environment's first row
-                logits, values, _ = agent(rows["obs"], memory, rows["valid"])
-                terms = ppo_terms(logits, values, rows, args.clip, in_use)
-                # This piece's share of the minibatch's means; backward() adds up the gradients.
-                parts = {name: (x * rows["valid"]).sum() / num_valid for name, x in terms.items()}
-                index = drawn[piece].nonzero().squeeze(1).to(device, non_blocking=True)
-                errors = rnd.error(rows["frame"][index], rows["feature"][index])
-                parts["loss/predictor"] = errors.sum() / num_drawn
-                loss = parts["loss/policy"] + args.vf_coef * parts["loss/value"]
-                loss += parts["loss/predictor"] - ent_coef * parts["loss/entropy"]
-                loss.backward()
-                for name, part in parts.items():
-                    sums[name] += part.detach()
-            for parameter in parameters:
-                parameter.grad = mean_over_ranks(parameter.grad)
+            minibatch = {name: x[first : first + args.minibatch_size] for name, x in batch.items()}
+            means = gradient(agent, policy_loss, minibatch, minibatch["valid"], args.micro_batch)
+            # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work
+            drawn = (torch.rand(args.minibatch_size) < predictor_share).nonzero().squeeze(1)
+            drawn = drawn.to(batch["obs"].device, non_blocking=True)
+            minibatch = {name: minibatch[name][drawn] for name in ("valid", "frame", "feature")}
+            weight = torch.ones_like(minibatch["valid"])  # all drawn rows count
+            means |= gradient(rnd.predictor, predictor_loss, minibatch, weight, args.micro_batch)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
-            sums["train/grad_norm"] += nn.utils.clip_grad_norm_(agent.parameters(), limit)
+            means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
             optimizer.step()
-            num_updates += 1
-    return {name: mean_over_ranks(x / num_updates).item() for name, x in sums.items()}
+            updates.append(means)
+    return mean_of(updates)
 
 
 def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
 
-    make_envs(args, num_envs, stream): returns any VectorEnv with next-step autoreset, uint8
-    (C, H, W) observations (newest frame last) and Discrete actions.
-    saved: the loaded checkpoint, if args already include its flags (as in `main`).
-    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    make_envs(args, num_envs, seed, test=False): returns any VectorEnv with next-step autoreset,
+    uint8 (C, H, W) observations (newest frame last), Discrete actions and episodes reported in
+    info["episode"], as RecordEpisodeStatistics does. saved: `load("runs/NAME")` continues that run
+    with these args. Raises UsageError, FloatingPointError (training diverged), KeyboardInterrupt.
     """
-    args, saved = prepare(args, saved)
-    device = set_up(args)
+    args, saved, device = set_up(args, saved)
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
-    step = saved["step"]
-    # Each rank and each resumed part of a run has its own episodes and actions.
+    counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
+    step, iteration, best = counters["step"], counters["iteration"], counters["best"]
+    # Each rank and each resumed part of a run has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
-    envs = make_envs(args, N, stream)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")  # for envs without reports
+    envs = make_envs(args, N, stream_seed(args.seed, stream))
     obs, _ = envs.reset()
-    check_envs(envs, obs, N, AutoresetMode.NEXT_STEP, min_size=44)
-    obs_shape = obs.shape[1:]
+    check_envs(envs, obs, N, gym.vector.AutoresetMode.NEXT_STEP, min_size=44)
     num_actions = envs.single_action_space.n
+    newest = slice(-args.frame_channels, None)  # channels of the newest frame
 
     torch.manual_seed(args.seed)
-    agent = Agent(obs_shape, num_actions, args).to(device)
-    rnd = RND((1, *obs_shape[1:]), args).to(device)
+    agent = Agent(obs.shape[1:], num_actions, args).to(device)
+    rnd = RND(obs[0, newest].shape, args).to(device)
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
-    rooms_ever = getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool))  # filled by AtariEnvs
-    best = saved["best"]
-    if args.resume:
-        agent.load_state_dict(saved["agent"])
-        sums = saved["rnd"]["discounted"]  # repeated or cut to N environments
+    parts = {"agent": agent, "rnd": rnd, "optimizer": optimizer}
+    rooms_ever = torch.from_numpy(getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool)))
+    if saved:
+        sums = saved["rnd"]["discounted"]  # of rank 0's environments, repeated or cut to N
         saved["rnd"]["discounted"] = sums[torch.arange(N) % len(sums)]
-        rnd.load_state_dict(saved["rnd"])
-        optimizer.load_state_dict(saved["optimizer"])
-        optimizer.param_groups[0]["eps"] = args.adam_eps  # not the restored one
-        rooms_ever |= saved["rooms_ever"].numpy()
-    compare_ranks(args, step)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
+        rooms_ever |= saved["rooms_ever"]
     if args.compile:
         agent.compile()
-    torch.manual_seed(stream_seed(args.seed, stream))  # all draws of training
-    micro_batch = args.micro_batch or (256 if device.type == "cpu" else args.minibatch_size)
-    if args.memory == "gru":
-        micro_batch = math.ceil(micro_batch / T) * T  # whole environments
+    torch.manual_seed(stream_seed(args.seed, stream))  # actions and the predictor's rows
 
-    # Row t = (obs_t, memory_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1},
-    # terminated_{t+1}, done_{t+1}), and for the predictor the newest frame of obs_{t+1}.
-    # The row after an end is not valid: its action is ignored, so it stays out of the policy and
-    # value losses. The predictor also trains on its frame, the first of the next episode; otherwise
-    # that frame would stay novel and dying would be rewarded.
+    # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
+    # done_{t+1}), and for the predictor the newest frame of obs_{t+1}. The row after an end is not
+    # valid: its action is ignored. The predictor also trains on its frame, the first of the next
+    # episode; otherwise that frame would stay novel and dying would be rewarded.
     rollout = {
-        "obs": torch.zeros(T + 1, N, *obs_shape, dtype=torch.uint8, device=device),
-        "memory": torch.zeros(T, N, agent.memory_size, device=device),  # only row 0 is used
+        "obs": torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
     }
-    # On the CPU, where GAE runs. Last axis: game, bonus. The bonus has no ends: its flags stay 0.
-    rewards = torch.zeros(T, N, 2)
-    terminations = torch.zeros(T, N, 2)
-    dones = torch.zeros(T, N, 2)
-    coefs = torch.tensor([args.ext_coef, args.int_coef])
+    rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
+    terminations = torch.zeros(T, N)
+    dones = torch.zeros(T, N)
+    no_ends = torch.zeros(T, N)  # the intrinsic return runs through the ends of episodes
 
-    run = Run(args, device, step, batch_size)
-    iteration = saved["iteration"]
-    recent = deque(maxlen=100)  # returns of the last episodes
-    memory = torch.zeros(N, agent.memory_size, device=device)
-    done = np.zeros(N, bool)  # of the last step
+    run = Run(args, saved, device)
+    recent = []  # returns of the last 100 episodes
     metrics = {}
 
     def save(name: str):
-        # The outputs are checked too: a diverged agent can have finite weights.
-        recent_obs = torch.from_numpy(obs).to(device)
-        frames = recent_obs[:, -1:]
-        with torch.no_grad():
-            errors = rnd.error(frames, rnd.features(frames))
-            outputs = [*agent(recent_obs, memory, torch.ones(N, device=device)), errors]
-        state = {
-            "step": step,
-            "iteration": iteration,
-            "best": best,
-            "agent": agent.state_dict(),
-            "rnd": rnd.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "rooms_ever": torch.from_numpy(rooms_ever),
-        }
-        run.save(name, state, outputs)
+        run.save(name, parts, step=step, iteration=iteration, best=best, rooms_ever=rooms_ever)
 
     try:
-        if not args.resume:
+        if not saved:
             save("checkpoint.pt")
         if step == 0:
             run.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
-            for _ in range(args.warmup_steps):
+            # A run that was stopped in its first iteration has seen these frames, or some of them
+            while rnd.frames.sums[0].max() < args.warmup_steps * N * WORLD:
                 obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
-                rnd.frames.update(torch.from_numpy(obs[:, -1:]).to(device))
+                rnd.frames.update(torch.from_numpy(obs[:, newest]).to(device))
             obs, _ = envs.reset()
         while step + batch_size <= args.total_timesteps:
             # Rollout
             start = time.perf_counter()
             env_s = 0.0
-            returns, lengths = [], []  # of the episodes that end
+            episodes = []  # those that end: (environment, return, length)
             for t in range(T):
                 rollout["obs"][t] = torch.from_numpy(obs)
-                rollout["memory"][t] = memory
-                rollout["valid"][t] = torch.from_numpy(~done)
+                rollout["valid"][t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
                 with torch.no_grad():
-                    logits, value, memory = agent(rollout["obs"][t], memory, rollout["valid"][t])
+                    logits, value = agent(rollout["obs"][t])
                 action = sample(logits)
                 logp = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
                 rollout["action"][t] = action
@@ -615,45 +512,38 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 before = time.perf_counter()
                 obs, reward, terminated, truncated, info = envs.step(action)
                 env_s += time.perf_counter() - before
-                done = (terminated | truncated).astype(bool)
-                rewards[t, :, 0] = torch.as_tensor(reward)
-                terminations[t, :, 0] = torch.as_tensor(terminated.astype(bool))
-                dones[t, :, 0] = torch.as_tensor(done)
-                _, ended_returns, ended_lengths = ended_episodes(envs, info)
-                returns += ended_returns
-                lengths += ended_lengths
+                rewards[t] = torch.as_tensor(reward)
+                terminations[t] = torch.as_tensor(terminated)
+                dones[t] = torch.as_tensor(terminated | truncated)
+                episodes += ended_episodes(info)
                 run.bar.update(N * WORLD)
             rollout["obs"][T] = torch.from_numpy(obs)
 
             # Bonus under the frame statistics so far, which then take in this rollout
-            frames = rollout["obs"][1:, :, -1:]
-            pieces = frames.flatten(0, 1).split(micro_batch)
+            frames = rollout["obs"][1:, :, newest]
+            size = ROWS_ON_CPU if device.type == "cpu" else args.minibatch_size
+            pieces = frames.flatten(0, 1).split(args.micro_batch or size)
             with torch.no_grad():
-                errors = [rnd.error(piece, rnd.features(piece)) for piece in pieces]
-            raw_bonus = torch.cat(errors).view(T, N)
-            rewards[..., 1] = rnd.normalize(raw_bonus) if step >= args.bonus_after else 0
+                errors = torch.cat([rnd.error(x, rnd.features(x)) for x in pieces]).view(T, N)
+            bonus = rnd.normalize(errors).cpu() * (step >= args.bonus_after)
             rnd.frames.update(frames.flatten(0, 1))
             # Features again, under the new statistics: what the predictor learns
-            features = torch.cat([rnd.features(piece) for piece in pieces]).view(T, N, -1)
+            features = torch.cat([rnd.features(x) for x in pieces]).view(T, N, -1)
 
-            # Advantages. The row after an end shows the episode's last observation, from whose
-            # value a truncated episode bootstraps. The intrinsic return runs through this row.
+            # Advantages. After a truncation row t + 1 still shows the episode: it bootstraps
             with torch.no_grad():
-                valid = torch.ones(N, device=device)  # affects only the memory, unused here
-                _, last_value, _ = agent(rollout["obs"][T], memory, valid)
+                _, last_value = agent(rollout["obs"][T])
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
-            advantages = torch.zeros(T, N, 2)
-            for i, gamma in enumerate([args.gamma, args.gamma_int]):
-                head = rewards[..., i], values[..., i], terminations[..., i], dones[..., i]
-                advantages[..., i] = gae(*head, gamma, args.gae_lambda)
-            targets = advantages + values[:T]
-            is_valid = rollout["valid"].cpu().bool()
-            value_ext, value_int = values[:T][is_valid].unbind(-1)
-            target_ext, target_int = targets[is_valid].unbind(-1)
-            columns = rollout | {"obs": rollout["obs"][:T], "frame": frames, "feature": features}
-            columns["advantage"] = (advantages * coefs).sum(-1).to(device)
-            columns["target"] = targets.to(device)
-            # All rows of one environment, then those of the next: slices are whole environments.
+            ext = gae(rewards, values[..., 0], terminations, dones, args.gamma, args.gae_lambda)
+            int_ = gae(bonus, values[..., 1], no_ends, no_ends, args.gamma_int, args.gae_lambda)
+            advantages = args.ext_coef * ext + args.int_coef * int_
+            targets = torch.stack([ext, int_], -1) + values[:T]
+            valid = rollout["valid"].cpu().bool()
+            value_ext, value_int = values[:T][valid].unbind(-1)
+            target_ext, target_int = targets[valid].unbind(-1)
+            columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
+            columns |= {"obs": rollout["obs"][:T], "frame": frames, "feature": features}
+            # Environment by environment, so that a slice of rows is one of the paper's minibatches
             batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
             acted = time.perf_counter()
 
@@ -661,28 +551,29 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            means = learn(agent, rnd, optimizer, batch, micro_batch, ent_coef, args)
-            if not np.isfinite(list(means.values())).all():
-                raise FloatingPointError(f"a loss is not finite after step {step:,}: {means}")
+            means = learn(agent, rnd, optimizer, batch, ent_coef, args)
+            step += batch_size
+            iteration += 1
             learned = time.perf_counter()
 
             # Metrics: losses are means over ranks; episodes and seconds are rank 0's
-            next_step = step + batch_size
+            returns = [episode[1] for episode in episodes]
+            lengths = [episode[2] for episode in episodes]
             metrics = {
-                "step": next_step,
-                "iteration": iteration + 1,
-                "episode/return": np.mean(returns) if returns else None,
-                "episode/length": np.mean(lengths) if lengths else None,
-                "episode/count": len(returns),
-                "episode/rooms_ever": rooms_ever.sum() or None,
-                "eval/return": None,
+                "step": step,
+                "iteration": iteration,
+                "episode/return": np.mean(returns) if episodes else None,
+                "episode/length": np.mean(lengths) if episodes else None,
+                "episode/count": len(episodes),
+                "episode/rooms_ever": rooms_ever.sum().item() or None,
                 **means,
                 "train/explained_variance": explained_variance(value_ext, target_ext),
                 "train/lr": lr,
                 "train/ent_coef": ent_coef,
-                "train/valid_frac": is_valid.float().mean().item(),
-                "int/reward_raw": raw_bonus.mean().item(),
-                "int/reward": rewards[..., 1].mean().item(),
+                "train/valid_frac": valid.float().mean().item(),
+                "ext/reward": rewards[valid].mean().item(),
+                "int/reward_raw": errors.mean().item(),
+                "int/reward": bonus.mean().item(),
                 "int/divisor": rnd.returns.std.item(),
                 "int/return_std": target_int.std().item(),
                 "int/explained_variance": explained_variance(value_int, target_int),
@@ -691,190 +582,153 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/policy_s": acted - start - env_s,
                 "time/learn_s": learned - acted,
             }
-            due = args.eval_every and next_step // args.eval_every > step // args.eval_every
-            if due and RANK == 0:
+            # This iteration has reached or passed a multiple of eval_every
+            if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             run.log(metrics)
-            step = next_step
-            iteration += 1
-            recent.extend(returns)
-            mean_return = float(np.mean(recent)) if len(recent) == 100 else -math.inf
-            if mean_return > best:
-                best = mean_return
+            recent = [*recent, *returns][-100:]
+            if len(recent) == 100 and np.mean(recent) > best:
+                best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            if args.target_return:  # the mean over ranks, so that they stop together
-                mean_return = torch.tensor(mean_return, dtype=torch.float64, device=device)
-                is_last |= mean_over_ranks(mean_return).item() >= args.target_return
             if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
+                run.last_save = time.monotonic()
                 save("checkpoint.pt")
-            if is_last:
-                break
-        result = metrics | {"step": step, "agent": agent, "run": str(run.folder)}
-        if args.eval_episodes and RANK == 0:
-            run.say(f"trained to step {step:,}, evaluating")
-            result["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
-            run.write("eval.json", json.dumps(result["eval"], indent=1).encode())
-        return result
-    except KeyboardInterrupt:
-        # The weights may include part of an unfinished iteration; its steps do not count.
+        envs.close()
+        if RANK == 0 and args.eval_episodes:
+            metrics["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
+            Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
+        return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
+    except (KeyboardInterrupt, OSError):
+        # Weights, statistics may include part of an unfinished iteration; its steps do not count
         save("checkpoint.pt")
-        run.say(f"stopped, saved at step {step:,}: --resume {run.folder} continues", sys.stderr)
+        run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
     finally:
         run.close()
-        envs.close()
 
 
 # --- evaluation ---
 
 
 def evaluate(agent: Agent, args: Args, make_envs=make_envs) -> dict:
-    """Play at least args.eval_episodes episodes -> {"game": {mean, stderr, returns, lengths}}.
-
-    Every evaluation uses the same seeds, so two evaluations differ only in the agent.
-    """
+    """Play args.eval_episodes episodes or a few more, always with the same seeds -> summaries."""
     per_env = math.ceil(args.eval_episodes / 64)  # episodes in each of at most 64 environments
-    envs = make_envs(args, math.ceil(args.eval_episodes / per_env), "game")
-    returns, lengths = play(agent, envs, per_env, stream_seed(args.seed, "game actions"))
+    num_envs = math.ceil(args.eval_episodes / per_env)
+    envs = make_envs(args, num_envs, stream_seed(args.seed, "game"), test=True)
+    episodes = play(agent, envs, per_env, stream_seed(args.seed, "game actions"))
     envs.close()
-    mean = float(np.mean(returns))
-    stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)  # std(ddof=1) / sqrt(n)
-    tqdm.write(f"game: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)")
-    return {"game": {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}}
+    return {"game": summary("game", episodes)}
 
 
 @torch.no_grad()
-def play(agent, envs, episodes: int, seed: int, greedy: bool = False) -> tuple[list, list]:
-    """Play this many whole episodes in each environment -> returns, lengths.
-
-    A fixed number per environment: counting the first ones to finish would favor short episodes.
-    greedy: take the likeliest action, for benchmark/evaluate.py.
-    """
+def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
+    """Play per_env episodes in each environment -> (environment, return, length) of each."""
+    agent.eval()
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    envs = RecordEpisodeStatistics(envs, stats_key="counted")
     played = np.zeros(envs.num_envs, int)
-    returns, lengths = [], []
-    memory = torch.zeros(envs.num_envs, agent.memory_size, device=device)
-    done = np.zeros(envs.num_envs, bool)
+    episodes = []
     obs, _ = envs.reset()
-    while played.min() < episodes:
-        valid = torch.from_numpy(~done).to(device)
-        logits, _, memory = agent(torch.from_numpy(obs).to(device), memory, valid)
-        action = logits.argmax(-1) if greedy else sample(logits, generator)
-        obs, _, terminated, truncated, info = envs.step(action.cpu().numpy())
-        done = (terminated | truncated).astype(bool)
-        for env, episode_return, length in zip(*ended_episodes(envs, info), strict=True):
-            if played[env] < episodes:
-                returns.append(episode_return)
-                lengths.append(length)
-            played[env] += 1
-    return returns, lengths
+    for step in itertools.count(1):
+        logits, *_ = agent(torch.from_numpy(obs).to(device))
+        obs, _, _, _, info = envs.step(sample(logits, generator).cpu().numpy())
+        for episode in ended_episodes(info):
+            played[episode[0]] += 1
+            if played[episode[0]] <= per_env:  # the first to end are short
+                episodes.append(episode)
+        if played.min() >= per_env:
+            agent.train()
+            return episodes
+        if step == 1000 and not episodes:
+            tqdm.write("evaluation: no episode has ended in 1,000 steps; is there a time limit?")
+
+
+def ended_episodes(info: dict) -> list[tuple]:
+    """(environment, return, length) of each episode that a step's info reports as ended."""
+    info = info.get("final_info", {}) | info  # where same-step SyncVectorEnvs report
+    if "episode" not in info:
+        return []
+    if "_episode" not in info:
+        raise UsageError("info['episode'] without info['_episode']: use RecordEpisodeStatistics")
+    returns, lengths, ended = info["episode"]["r"], info["episode"]["l"], info["_episode"]
+    return [(env, returns[env].item(), lengths[env].item()) for env in np.flatnonzero(ended)]
+
+
+def summary(split: str, episodes: list[tuple]) -> dict:
+    """Print and return the mean return of an evaluation and its standard error."""
+    _, returns, lengths = (list(column) for column in zip(*episodes, strict=True))
+    stderr = float(np.std(returns, ddof=1) / len(returns) ** 0.5) if len(returns) > 1 else 0.0
+    mean = float(np.mean(returns))
+    tqdm.write(f"{split}: return {mean:.2f} +- {stderr:.2f} (std error, {len(returns)} episodes)")
+    return {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
 
 
 # --- plumbing, the same text in all five scripts ---
-
-SCRIPT = Path(__file__).stem
 
 
 class UsageError(ValueError):
     """A mistake the user can fix: `main` prints it in one line and returns 2."""
 
 
-def plain(name: str, value, kind):
-    """Check one flag -> a plain Python value; numbers must be finite and at least 0."""
-    if isinstance(value, np.generic):  # as a sweep passes; a checkpoint must not contain one
-        value = value.item()
-    choices = get_args(kind)
-    low = 1 if name in AT_LEAST_1 else 0
-    high = 2**63 if kind is int else sys.float_info.max
-    if name in AT_MOST_1:
-        high = 1
-    if get_origin(kind) is Literal and value in choices:
-        return choices[choices.index(value)]
-    if get_origin(kind) is tuple:
-        return tuple(plain(name, x, choices[0]) for x in np.atleast_1d(value).tolist())
-    if kind is str and isinstance(value, str | os.PathLike):
-        return str(value)
-    if kind is bool and value in (False, True):
-        return kind(value)
-    if kind in (int, float) and isinstance(value, int | float):
-        if low <= value <= high and kind(value) == value:
-            return kind(value)
-    limits = f", from {low} to 1" if high == 1 else f", at least {low} and finite"
-    wanted = choices or kind.__name__ + limits * (kind in (int, float))
-    raise UsageError(f"--{name.replace('_', '-')} {value}: must be {wanted}")
+def stream_seed(seed: int, stream: str) -> int:
+    """A seed below 2 ** 31 for a named stream of random numbers, independent of other streams."""
+    return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0]) // 2
 
 
-def prepare(args: Args, saved: dict | None) -> tuple[Args, dict]:
-    """Check all flags -> plain args, and the checkpoint to start from."""
-    if args.resume and saved is None:  # called from Python: flags other than the defaults win
-        saved = load_checkpoint(args.resume)
-        defaults = asdict(Args())
-        given = {name: x for name, x in asdict(args).items() if x != defaults[name]}
-        args = Args(**(saved["args"] | given))
-    kinds = get_type_hints(Args)
-    args = Args(**{name: plain(name, x, kinds[name]) for name, x in vars(args).items()})
-    if args.eval_every and not args.eval_episodes:
-        raise UsageError("--eval-every: needs --eval-episodes")
-    schedule(0, args.lr)  # raises UsageError
-    schedule(0, args.ent_coef)
-    check(args)
-    if not args.resume:
-        return args, {"step": 0, "iteration": 0, "best": -math.inf}
-    for name in FIXED:
-        old, new = saved["args"].get(name), getattr(args, name)
-        if new != old:
-            raise UsageError(f"--{name.replace('_', '-')} {new}: the resumed run has {old}")
-    if Path(args.resume, "best.pt").exists():  # may be newer than the checkpoint
-        saved["best"] = load_checkpoint(args.resume, "best.pt")["best"]
-    return args, saved
+def sum_over_ranks(x):
+    """The sum of a tensor over torchrun's processes; without torchrun x itself."""
+    if WORLD > 1:
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
 
 
-def load_checkpoint(run: str, name: str = "checkpoint.pt") -> dict:
-    """Load with weights_only=True, so that an untrusted file cannot execute code."""
-    try:
-        saved = torch.load(Path(run, name), map_location="cpu", weights_only=True)
-        unknown = saved["args"].keys() - vars(Args()).keys()
-    except Exception as error:  # a damaged or foreign file can raise nearly anything
-        raise UsageError(f"--resume {run}: cannot read {name}, {error!r}") from None
-    if "iteration" not in saved:
-        raise UsageError(f"--resume {run}: from an older version; resume it with commit 0ac8b70")
-    if unknown:
-        raise UsageError(f"--resume {run}: unknown flags {', '.join(sorted(unknown))}")
-    return saved
+def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
+    """Set net's gradient of the weighted mean of the losses over all ranks -> means of the terms.
 
-
-def check_envs(envs, obs, num_envs: int, autoreset: AutoresetMode, min_size: int):
-    """Raise UsageError for environments that the script cannot train on."""
-    mode = envs.metadata.get("autoreset_mode")
-    if envs.num_envs != num_envs or mode != autoreset:
-        given = f"{envs.num_envs} with {mode}"
-        raise UsageError(f"make_envs: needs {num_envs} environments with {autoreset}, not {given}")
-    actions = envs.single_action_space
-    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        raise UsageError(f"actions {actions}: must be Discrete, starting at 0")
-    # Fewer pixels than channels: probably (N, H, W, C)
-    if obs.dtype != np.uint8 or obs.ndim != 4 or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
-        needed = f"uint8 (N, C, H, W), at least {min_size} pixels wide and high, H and W >= C"
-        raise UsageError(f"observations {obs.dtype} {obs.shape}: must be {needed}")
-
-
-def ended_episodes(envs, info: dict) -> tuple[list, list, list]:
-    """A step's info -> indices of environments whose episodes ended, returns, lengths.
-
-    Once the environments report in info["episode"] (whole, unclipped), only that counts. Until
-    then every end does: if lost lives are ends, report in every step, as APPO's AtariEnvs does.
+    loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
+    backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
     """
-    info = info.get("final_info", {}) | info  # SyncVectorEnv's same-step reports
-    if "episode" in info:
-        envs.reports_episodes = True
-    key = "episode" if hasattr(envs, "reports_episodes") else "counted"
-    if key not in info:
-        return [], [], []
-    ended = np.flatnonzero(info[f"_{key}"])
-    return ended.tolist(), info[key]["r"][ended].tolist(), info[key]["l"][ended].tolist()
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
+    # The mean over ranks, as gradients are averaged below; at least one row in all
+    total = (sum_over_ranks(weight.sum()) / WORLD).clamp(min=1 / WORLD)
+    means = {}
+    net.zero_grad()
+    for start in range(0, max(len(weight), 1), size):
+        piece = slice(start, start + size)
+        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
+        share = weight[piece] / total
+        (losses * share).sum().backward()
+        for name, term in terms.items():
+            means[name] = means.get(name, 0) + (term.detach() * share).sum()
+    if WORLD > 1:
+        for parameter in net.parameters():
+            parameter.grad = sum_over_ranks(parameter.grad) / WORLD
+    return means
+
+
+def mean_of(updates: list[dict]) -> dict:
+    """Means over SGD steps and ranks; raise FloatingPointError if one is not finite."""
+    means = {name: torch.stack([update[name] for update in updates]).mean() for name in updates[0]}
+    means = {name: (sum_over_ranks(mean) / WORLD).item() for name, mean in means.items()}
+    if not np.isfinite(list(means.values())).all():
+        raise FloatingPointError(f"training has diverged: {means}")
+    return means
+
+
+def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
+    """Raise UsageError for environments that the script cannot train on."""
+    if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
+        raise UsageError(f"needs gymnasium 1.4 or later, not {gym.__version__}")
+    mode = envs.metadata.get("autoreset_mode")
+    actions = envs.single_action_space
+    fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
+    fits = fits and obs.dtype == np.uint8 and obs.ndim == 4 and len(obs) == num_envs
+    # Fewer pixels than channels: probably (N, H, W, C)
+    if not fits or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
+        needed = f"{autoreset}, Discrete from 0, uint8 ({num_envs}, C, H, W), H, W >= {min_size}, C"
+        raise UsageError(f"make_envs: {mode}, {actions}, {obs.dtype} {obs.shape}; needs {needed}")
 
 
 def available_cores() -> int:
@@ -886,229 +740,152 @@ def available_cores() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def set_up(args: Args) -> torch.device:
-    """Choose and try the device, set PyTorch's threads, join the other ranks."""
-    name = args.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if WORLD > 1 and name.startswith("cuda"):
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+def set_up(args: Args, saved: dict | None) -> tuple:
+    """Join torchrun's processes, choose the device -> rank 0's args and saved, and the device."""
+    if WORLD > 1:
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(days=1))  # evaluations take long
+        objects = [args, saved]
+        dist.broadcast_object_list(objects, device=torch.device("cpu"))
+        args, saved = objects
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    name = auto if args.device == "auto" else args.device
     try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name} (auto, cpu, cuda, cuda:N): {error}") from None
-    torch.set_num_threads(args.threads or (available_cores() if device.type == "cpu" else 1))
+        if WORLD > 1 and name != "cpu":  # a GPU per process, also where srun starts them
+            name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % torch.cuda.device_count())}"
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, ZeroDivisionError) as error:
+        raise UsageError(f"--device {name}: {error}") from None
+    if name != "cpu":
+        torch.cuda.set_device(name)
+    torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-4, 0)  # M_MMAP_MAX and M_TRIM_THRESHOLD: keep freed memory;
-    libc.mallopt(-1, -1)  # otherwise CPU time rises by 9 %
-    if WORLD > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=1))  # rank 0 may evaluate for long
-    return device
-
-
-def mean_over_ranks(x):
-    """The mean of a tensor over torchrun's processes; without torchrun x itself."""
-    if WORLD > 1:
-        x = x.clone()
-        dist.all_reduce(x)
-        x /= WORLD
-    return x
-
-
-def compare_ranks(args: Args, step: int):
-    """Refuse to train ranks that were started with different flags or checkpoints."""
-    if WORLD > 1:
-        # These flags may differ between ranks.
-        local = dict.fromkeys(["device", "threads", "run_dir", "run_name", "resume"])
-        own = asdict(args) | local | {"step": step}
-        gathered = [None] * WORLD
-        dist.all_gather_object(gathered, own)
-        if gathered.count(own) != WORLD:
-            raise UsageError("the ranks were started with different flags or checkpoints")
+    return args, saved, torch.device(name)
 
 
 class Run:
-    """A run's folder, written by rank 0 only, and its progress on the terminal."""
+    """A run's folder, which rank 0 writes, and its progress on the terminal."""
 
-    def __init__(self, args: Args, device: torch.device, step: int, batch_size: int):
-        self.args = args
-        self.folder = None
+    def __init__(self, args: Args, saved: dict | None, device: torch.device):
+        self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
+        self.start = saved["step"] if saved else 0
         self.last_save = time.monotonic()
-        total = step + max(0, args.total_timesteps - step) // batch_size * batch_size
-        hide = RANK > 0 or args.quiet or not (sys.stderr and sys.stderr.isatty())
-        self.bar = tqdm(total=total, initial=step, unit=" steps", unit_scale=True, disable=hide)
-        if RANK > 0:
-            return
-        self.folder = Path(args.resume)
-        if not args.resume:
-            name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
-            self.folder = Path(args.run_dir, args.run_name or name)
-            # Stopped before its first save: the same command starts it again.
-            unsaved = any(self.folder.glob("metrics.csv")) and not any(self.folder.glob("*.pt"))
-            try:
-                self.folder.mkdir(parents=True, exist_ok=unsaved)  # atomic
-            except OSError as error:
-                hint = f"--resume {self.folder} continues an existing run"
-                raise UsageError(f"--run-name, {self.folder}: {error.strerror}; {hint}") from None
-        self.table = open(self.folder / "metrics.csv", "ab+")
-        try:
-            fcntl.flock(self.table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{self.folder}: another process is training it") from None
-        except OSError:
-            pass  # a file system without locks
-        # The checkpoint was loaded before the lock; it may be newer now.
-        if args.resume and load_checkpoint(args.resume)["step"] != step:
-            raise UsageError(f"--resume {args.resume}: another process was training it, try again")
-        self.columns = self.cut_table(step)
-        config = self.folder / "config.json"
-        parts, revision, cpu = [], "", None
-        with contextlib.suppress(OSError, ValueError):  # a new run, or a damaged file
-            parts = json.loads(config.read_text())
-        with contextlib.suppress(OSError):  # without git
-            git = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
-            revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        with contextlib.suppress(OSError):
-            cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
-        packages = [x for x in ("torch", "numpy", "gymnasium", "envpool") if x in sys.modules]
-        part = {
-            "script": SCRIPT,
-            "step": step,
-            "args": asdict(args),
-            "git": revision or None,
-            "python": sys.version.split()[0],
-            "packages": {name: sys.modules[name].__version__ for name in packages},
-            "cpu": cpu and cpu[1],
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            "ranks": WORLD,
-        }
-        self.write("config.json", json.dumps([*parts, part], indent=1).encode())
-        self.tensorboard = SummaryWriter(self.folder, purge_step=step + 1)
-        threads = args.threads or available_cores()
-        self.say(f"{self.folder}: steps {step:,} to {total:,}, {device}, threads: {threads}")
+        self.table = None
+        name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.folder = Path(saved["folder"] if saved else f"{args.run_dir}/{args.run_name or name}")
+        steps = {"initial": self.start, "total": args.total_timesteps}
+        self.bar = tqdm(**steps, unit_scale=True, disable=RANK > 0 or None)  # None: no terminal
+        if RANK == 0:
+            self.folder.mkdir(parents=True, exist_ok=bool(saved))
+            versions = {name: version(name) for name in ("torch", "numpy", "gymnasium", "envpool")}
+            config = dict(args=self.flags, command=sys.argv, ranks=WORLD, versions=versions)
+            Path(self.folder, f"config-{self.start}.json").write_text(json.dumps(config, indent=1))
+            Path(self.folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
+            self.tensorboard = SummaryWriter(self.folder, purge_step=self.start + 1)
+            self.say(f"{self.folder}: {device}, threads: {torch.get_num_threads()}")
 
-    def cut_table(self, step: int) -> list[str]:
-        """Drop torn rows and rows after `step` from metrics.csv -> its columns."""
-        self.table.seek(0)
-        lines = self.table.read().splitlines(keepends=True)
-        had_rows = len(lines) > 1
-        while len(lines) > 1:
-            row = re.fullmatch(rb"(\d+),.*\n", lines[-1])
-            if row and int(row[1]) <= step:
-                break
-            lines.pop()
-        if not lines or not lines[0].endswith(b"\n"):  # a new run, or a crash cut the header
-            self.table.truncate(0)
-            return []
-        columns = lines[0].decode("utf-8-sig", "replace").strip().split(",")
-        if columns[0] != "step" or (step and had_rows and len(lines) == 1):
-            raise UsageError(f"{self.table.name}: not this run's table; move it away")
-        self.table.truncate(sum(map(len, lines)))
-        return columns
-
-    def say(self, text: str, stream=None):
-        """Print a line: to stdout unless --quiet, or to this stream in any case."""
-        stream = stream or (None if self.args.quiet else sys.stdout)
-        if RANK == 0 and stream:
-            tqdm.write(text, stream)
-            stream.flush()  # a log file has it at once
+    def say(self, text: str):
+        if RANK == 0:
+            tqdm.write(text, sys.stdout)
+            sys.stdout.flush()  # a log file has it at once
 
     def log(self, metrics: dict):
-        """Write a row of metrics; None is an empty cell. A resumed run keeps its columns."""
-        step, sps, score = metrics["step"], metrics["time/sps"], metrics["episode/return"]
-        score = "return -" if score is None else f"return {score:.2f}"
-        self.bar.set_postfix_str(score)
-        if self.bar.disable or not (sys.stdout and sys.stdout.isatty()):
-            left = (self.bar.total - step) / sps / 60
-            self.say(f"step {step:,}  {score}  {sps:,.0f} steps/s  {left:.0f} min left")
+        """Write a row of metrics; None is an empty cell, a new name a new column."""
         if RANK > 0:
             return
-        if not self.columns:
-            self.columns = list(metrics)
-            self.table.write((",".join(self.columns) + "\n").encode())
-        cells = [metrics.get(name) for name in self.columns]
-        cells = [f"{x:.6g}" if isinstance(x, float) else "" if x is None else str(x) for x in cells]
-        self.table.write((",".join(cells) + "\n").encode())
-        self.table.flush()
-        for name, value in metrics.items():
+        row = {name: x.item() if hasattr(x, "item") else x for name, x in metrics.items()}
+        if not self.table or row.keys() - self.table.fieldnames:
+            self.open_table(list(row))
+        self.table.writerow(row)
+        self.file.flush()
+        for name, value in row.items():
             if value is not None:
-                self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.add_scalar(name, value, row["step"])
         self.tensorboard.flush()
+        score = row["episode/return"]
+        text = "return -" if score is None else f"return {score:.2f}"
+        self.bar.set_postfix_str(text)
+        if self.bar.disable or not sys.stdout.isatty():
+            self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
-    def write(self, name: str, data: bytes):
-        """Write to a temporary file, then rename: the file is always complete, old or new."""
-        if not self.folder.exists():
-            self.say(f"{self.folder} was deleted, creating it again", sys.stderr)
-            self.folder.mkdir(parents=True)
-        temporary = self.folder / f"{name}.tmp"
-        temporary.write_bytes(data)
-        os.replace(temporary, self.folder / name)
+    def open_table(self, columns: list[str]):
+        """Copy metrics.csv with these columns added; a resumed run drops rows after its start."""
+        path, rows = self.folder / "metrics.csv", []
+        if path.exists():
+            last = math.inf if self.table else self.start
+            with open(path, newline="") as file:
+                reader = csv.DictReader(file)
+                rows = [row for row in reader if int(row["step"]) <= last]
+                columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
+        self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
+        self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
+        self.table.writeheader()
+        self.table.writerows(rows)
+        os.replace(self.file.name, path)  # it stays open under its new name
 
-    def save(self, name: str, state: dict, outputs):
-        """Write a checkpoint; raise FloatingPointError if weights or outputs are not finite."""
-        if name == "checkpoint.pt":
-            self.last_save = time.monotonic()
-        if RANK > 0:
-            return
-        # Networks and running statistics, not the optimizer's tensors, which are nested.
-        parts = [part.values() for part in state.values() if isinstance(part, dict)]
-        tensors = [x for part in parts for x in part if isinstance(x, torch.Tensor)]
-        if not all(torch.isfinite(x).all() for x in [*outputs, *tensors]):
+    def save(self, name: str, parts: dict, **counters):
+        """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
+        states = {key: part.state_dict() for key, part in parts.items()}
+        modules = [states[key] for key in parts if isinstance(parts[key], nn.Module)]
+        if not all(torch.isfinite(x).all() for module in modules for x in module.values()):
             raise FloatingPointError(f"training has diverged; {name} was not written")
-        state["script"] = SCRIPT
-        state["args"] = asdict(self.args) | {"resume": ""}
-        buffer = io.BytesIO()  # torch.save itself turns a full disk into a RuntimeError
-        torch.save(state, buffer)
-        self.write(name, buffer.getbuffer())
+        if RANK == 0:
+            temporary = self.folder / f"{name}.tmp"
+            torch.save(states | counters | {"args": self.flags}, temporary)
+            os.replace(temporary, self.folder / name)  # a complete file, old or new
 
     def close(self):
         self.bar.close()
         if RANK == 0:
-            # A signal inside TensorBoard's writer can leave its lock taken: do not wait forever.
-            closing = threading.Thread(target=self.tensorboard.close, daemon=True)
-            closing.start()
-            closing.join(5)
-            self.table.close()
+            self.tensorboard.close()
+
+
+def load(run: str) -> dict:
+    """A run's checkpoint. weights_only=True: an untrusted file cannot execute code."""
+    try:
+        saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        Args(**saved["args"])
+        if Path(run, "best.pt").exists():  # may be newer than the checkpoint
+            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
+            saved["best"] = best["best"]
+    except Exception as error:  # a damaged or foreign file can raise nearly anything
+        hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
+        raise UsageError(f"--resume {run}: {hint}: {error}") from None
+    return saved | {"folder": str(run)}
 
 
 def interrupt(number, frame):
     """Stop on the first signal; ignore later ones while `train` is saving."""
-    for each in SIGNALS:
+    for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main(argv=None, make_envs=make_envs) -> int:
-    """Run the command line -> 0 done, 2 bad usage, 130 after Ctrl-C, SIGTERM or SIGHUP."""
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                handlers[number] = signal.signal(number, interrupt)
+    """Run the command line -> 0 done, 2 wrong flags or environments, 130 stopped by a signal."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--resume")
+    args, saved, code = None, None, 0
     try:
-        saved = None
-        args = tyro.cli(Args, args=argv, description=(__doc__ or "").split("\n\n")[0])
-        if args.resume:  # parse again, on top of the run's flags
-            saved = load_checkpoint(args.resume)
-            args = tyro.cli(Args, args=argv, default=Args(**saved["args"]))
+        if RANK == 0:  # `train` sends its flags to the others
+            chosen, rest = first.parse_known_args(argv)
+            saved = load(chosen.resume) if chosen.resume else None
+            defaults = saved["args"] if saved else {}
+            args = tyro.cli(Args, args=rest, default=Args(**defaults), description=__doc__)
         train(args, make_envs, saved)
-        if WORLD > 1:
-            dist.destroy_process_group()
-        return 0
     except KeyboardInterrupt:
         return 130
-    except UsageError as error:
+    except (UsageError, FileExistsError, pydantic.ValidationError) as error:
         sys.stderr.write(f"{SCRIPT}.py: {' '.join(str(error).split())}\n")  # one write per rank
-        if WORLD > 1 and dist.is_initialized():
-            dist.destroy_process_group()  # its threads may otherwise abort the exit
-        return 2
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        code = 2
+    if dist.is_initialized():
+        dist.destroy_process_group()  # its threads may otherwise abort the exit
+    return code
 
 
 if __name__ == "__main__":
+    if RANK == 0:  # the others have nothing to save
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

@@ -85,7 +85,8 @@ class ProcgenEnv(gym.Env):
         flags = dict(env_id=env_name, num_levels=num_levels, start_level=start_level, stack="none")
         args = ppo_procgen.Args(**flags, distribution_mode=distribution_mode)
         self.num_envs = num_envs
-        self.envs = ppo_procgen.make_envs(args, num_envs, "training").env  # without episode statistics
+        seed = ppo_procgen.stream_seed(args.seed, "training")
+        self.envs = ppo_procgen.make_envs(args, num_envs, seed).env  # without episode statistics
         self.action_space = gym.spaces.Discrete(15)
         self.observation_space = gym.spaces.Dict({"rgb": gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)})
 

@@ -3,11 +3,10 @@
     python benchmark/evaluate.py runs/NAME --episodes 1000
     python benchmark/evaluate.py runs/NAME --checkpoint best.pt --greedy --split test --video film.mp4
 
-The run's config.json names the script, which is looked for in the root of the repository and in benchmark/variants
+The run's command names the script, which is looked for in the root of the repository and in benchmark/variants
 (elsewhere: --script FILE). Environments and seeds are those of the script's own evaluation, so the same number of
 episodes gives the same returns on the same kind of device. The run's folder is only read. Flags that are newer than the
-run have their defaults. A run of the first edition is played too, if its network has not changed. A warning tells when
-the script has changed.
+run have their defaults. A warning tells when the script differs from the run's copy of it.
 
 The film shows the first episode of the first environment, of the first split; it needs imageio and av
 (requirements-dev.txt). A run on environments of your own is played from Python: the script's `evaluate(agent, args,
@@ -19,18 +18,18 @@ import importlib
 import json
 import math
 import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import pydantic
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ROOT / "benchmark" / "variants"
 sys.path[:0] = [str(ROOT), str(VARIANTS)]
+GONE = ("quiet", "resume")  # flags of the run in results/trained
 
 
 class UsageError(ValueError):
@@ -92,57 +91,50 @@ def check_options(options):
             raise UsageError(f"--video: needs imageio and av (requirements-dev.txt), {error}") from None
 
 
-def parts_of(config) -> list[dict]:
-    """The parts of a config.json, one per start or resume; the first edition wrote a single one."""
-    return config if isinstance(config, list) else [config]
-
-
-def read_run(run: Path, checkpoint: str) -> tuple[dict, dict]:
-    """The last part of config.json, and the checkpoint."""
+def read_run(run: Path, checkpoint: str) -> tuple[list[str], dict, dict]:
+    """Names that the script may have, flags of the last start, checkpoint."""
     try:
-        part = parts_of(json.loads((run / "config.json").read_text()))[-1]
-        part["script"], part["args"]
+        if (run / "config.json").exists():  # the run in results/trained
+            config = json.loads((run / "config.json").read_text())[-1]
+            names = [config["script"]]
+        else:
+            configs = run.glob("config-*.json")
+            newest = max(configs, key=lambda path: int(path.stem.removeprefix("config-")))
+            config = json.loads(newest.read_text())
+            # A run that was started from Python has only a copy of the script.
+            names = [Path(config["command"][0]).stem, *(path.stem for path in run.glob("*.py"))]
+        flags = {name: value for name, value in config["args"].items() if name not in GONE}
         saved = torch.load(run / checkpoint, map_location="cpu", weights_only=True)
         saved["step"], saved["agent"]
     except Exception as error:  # a damaged or foreign file can raise nearly anything
-        raise UsageError(f"{run}: no readable config.json and {checkpoint}, {error!r}") from None
-    return part, saved
+        raise UsageError(f"{run}: no readable config-<step>.json and {checkpoint}, {error!r}") from None
+    return names, flags, saved
 
 
-def load(name: str, file: Path | None):
+def load(names: list[str], file: Path | None):
     """The module of a script, and the module that it changes if it is a variant (else the same)."""
+    known = [name for name in names if any((folder / f"{name}.py").exists() for folder in (ROOT, VARIANTS))]
     if file:
         sys.path.insert(0, str(file.resolve().parent))
-        name = file.stem
-    elif not any((folder / f"{name}.py").exists() for folder in (ROOT, VARIANTS)):
-        raise UsageError(f"made by {name}.py, which is not here: --script FILE")
-    module = importlib.import_module(name)
+        known = [file.stem]
+    if not known:
+        raise UsageError(f"made by {names[-1]}.py, which is not here: --script FILE")
+    module = importlib.import_module(known[0])
     return module, getattr(module, "script", module)
 
 
-def args_of(script, flags: dict):
-    """The flags of a run -> the script's Args."""
-    flags = dict(flags)
-    if "torch_threads" in flags:  # the first edition
-        flags["threads"] = flags.pop("torch_threads")
-        del flags["env_threads"]
-    unknown = flags.keys() - vars(script.Args()).keys()
-    if unknown:
-        raise UsageError(f"config.json has flags that {script.SCRIPT}.py does not know: {', '.join(sorted(unknown))}")
-    args, _ = script.prepare(script.Args(**flags | {"device": "auto", "resume": ""}), None)
-    return args
+def is_changed(run: Path, script) -> bool:
+    """Whether the run has another copy of the script."""
+    file = Path(script.__file__)
+    copy = run / file.name
+    return copy.exists() and copy.read_bytes() != file.read_bytes()
 
 
-def is_changed(revision: str | None, files: list[str]) -> bool:
-    """Whether files may differ from those of a revision; False without a revision or without git."""
-    known = (revision or "").removesuffix("-dirty")
-    if not re.fullmatch(r"\w[\w.-]*", known):
-        return False
-    try:
-        git = ["git", "-C", ROOT, "diff", "--quiet", known, "--", *files]
-        return revision != known or subprocess.run(git, capture_output=True).returncode != 0
-    except OSError:
-        return False
+def take_best(agent, inputs, output):
+    """All probability on the most probable action: a forward hook of an agent."""
+    logits, *rest = output
+    best = logits.argmax(-1, keepdim=True)
+    return torch.full_like(logits, -torch.inf).scatter(-1, best, 0), *rest
 
 
 def evaluate(module, script, args, weights: dict, options) -> tuple[dict, Film | None]:
@@ -153,12 +145,13 @@ def evaluate(module, script, args, weights: dict, options) -> tuple[dict, Film |
         splits = ["train", "test"] if args.num_levels else ["test"]
     if options.split not in (None, *splits):
         raise UsageError(f"--split {options.split}: this run has {', '.join(splits)}")
-    device = script.set_up(args)
+    args, _, device = script.set_up(args, None)
     make_envs = getattr(module, "make_envs", script.make_envs)
     per_env = math.ceil(options.episodes / 64)  # as in the script's own evaluation
     results, film = {}, None
     for split in [options.split] if options.split else splits:
-        envs = make_envs(args, math.ceil(options.episodes / per_env), split)
+        seed = script.stream_seed(args.seed, split)
+        envs = make_envs(args, math.ceil(options.episodes / per_env), seed, test=split != "train")
         if options.video and not film:
             unpack = getattr(module, "unpack", None)
             envs = film = Film(envs, 3 if is_procgen or unpack else 1, unpack)
@@ -166,14 +159,12 @@ def evaluate(module, script, args, weights: dict, options) -> tuple[dict, Film |
         try:
             agent.load_state_dict(weights)
         except RuntimeError as error:
-            raise UsageError(f"the checkpoint does not fit the flags of config.json: {error}") from None
-        seed = script.stream_seed(args.seed, f"{split} actions")
-        returns, lengths = script.play(agent, envs, per_env, seed, options.greedy)
+            raise UsageError(f"the checkpoint does not fit the run's flags: {error}") from None
+        if options.greedy:
+            agent.register_forward_hook(take_best)
+        episodes = script.play(agent, envs, per_env, script.stream_seed(args.seed, f"{split} actions"))
         envs.close()
-        mean = float(np.mean(returns))
-        stderr = float(np.std(returns) / max(len(returns) - 1, 1) ** 0.5)
-        results[split] = {"mean": mean, "stderr": stderr, "returns": returns, "lengths": lengths}
-        print(f"{split}: return {mean:.2f} ± {stderr:.2f} (standard error, {len(returns)} episodes)", flush=True)
+        results[split] = script.summary(split, episodes)
     return results, film
 
 
@@ -190,18 +181,16 @@ def main(argv=None) -> int:
     options = parser.parse_args(argv)
     try:
         check_options(options)
-        part, saved = read_run(options.run, options.checkpoint)
-        module, script = load(part["script"], options.script)
-        args = args_of(script, part["args"])
+        names, flags, saved = read_run(options.run, options.checkpoint)
+        module, script = load(names, options.script)
+        args = script.Args(**flags | {"device": "auto"})
         print(f"{options.run}: {script.SCRIPT}.py, {args.env_id}, step {saved['step']:,}", flush=True)
-        if is_changed(part.get("git"), sorted({module.__file__, script.__file__})):
-            print(
-                f"warning: {script.SCRIPT}.py may have changed since the run's revision, {part['git']}", file=sys.stderr
-            )
+        if is_changed(options.run, script):
+            print(f"warning: {script.__file__} is not the code that trained this run", file=sys.stderr)
         results, film = evaluate(module, script, args, saved["agent"], options)
     except ValueError as error:
-        if type(error).__name__ != "UsageError":  # the script has its own class of that name
-            raise
+        if not isinstance(error, pydantic.ValidationError) and type(error).__name__ != "UsageError":
+            raise  # the script has its own class of that name
         print("evaluate.py:", " ".join(f"{options.run}: {error}".split())[:300], file=sys.stderr)
         return 2
     if options.out:

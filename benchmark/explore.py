@@ -72,8 +72,8 @@ def cells(options, flags: list[str], command: str):
     made, rows = [], []
     found = {"command": command, "git": revision(), "rows": rows}
 
-    def make_cells(*args):
-        made.append(Cells(script.make_envs(*args)))
+    def make_cells(args, num_envs, seed, test=False):
+        made.append(Cells(script.make_envs(args, num_envs, seed, test)))
         return made[-1]
 
     def record_row(run, metrics):
@@ -123,7 +123,8 @@ class Replay(gym.vector.VectorEnv):
 
 def record(args, num_envs: int, steps: int, walk: bool, seed: int):
     """Record episodes: random play on the first screen or, with `walk`, what follows after walking off it."""
-    envs, rng = ppo_atari_snd.make_envs(args, num_envs, "walking" if walk else "training"), np.random.default_rng(seed)
+    env_seed = ppo_atari_snd.stream_seed(args.seed, "walking" if walk else "training")
+    envs, rng = ppo_atari_snd.make_envs(args, num_envs, env_seed), np.random.default_rng(seed)
     obs, _ = envs.reset()
     room = envs.step(np.zeros(num_envs, int))[4]["ram"][:, ROOM]
     games, home, gone = [[] for _ in range(num_envs)], room[0], np.zeros(num_envs, bool)
@@ -162,7 +163,7 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
     script = ppo_atari_snd
     with tempfile.TemporaryDirectory() as temporary:
         args = script.Args(env_id="Pitfall", seed=seed, num_envs=8, num_steps=64, minibatch_size=64)
-        args.quiet, args.eval_episodes, args.warmup_steps, args.device = True, 0, 32, "cpu"
+        args.eval_episodes, args.warmup_steps, args.device = 0, 32, "cpu"
         args.run_dir = folder or temporary
         if target:
             args.target, args.predictor_share, args.update_epochs = target, 0.25 if target == "v" else 1, 1
@@ -173,13 +174,12 @@ def measure(seed: int, target: str = "", sgd_steps=(384,), folder: str | None = 
         if not target:  # snd_paper.py makes one pass, whatever --update-epochs
             sgd_steps_per_iteration *= args.update_epochs
         run = Path(args.run_dir, args.run_name)
-        if (run / "checkpoint.pt").exists():
-            args.resume = str(run)
+        saved = script.load(run) if (run / "checkpoint.pt").exists() else None
         seen, unseen = record(args, 32, 160, False, seed), record(args, 32, 400, True, seed)
         for steps in sorted(set(sgd_steps)):
             args.total_timesteps = math.ceil(steps / sgd_steps_per_iteration) * batch_size
-            script.train(args, lambda args, num_envs, stream: Replay(seen[: len(seen) // 2], num_envs))
-            args.resume = str(run)
+            script.train(args, lambda args, num_envs, *_: Replay(seen[: len(seen) // 2], num_envs), saved)
+            saved = script.load(run)
             row = compare(args, run, seen, unseen)
             done = row.pop("step") // batch_size * sgd_steps_per_iteration
             yield dict(target=target or "snd", seed=seed, steps=done) | row
@@ -207,12 +207,18 @@ def compare(args, run: Path, seen, unseen) -> dict:
     return result | dict(target_loss=float(metrics[-1]["loss/target"]), step=int(metrics[-1]["step"]))
 
 
+def no_loss(snd, pairs: dict) -> tuple:
+    """In place of SND.target_loss."""
+    loss = 0 * sum(weights.sum() for weights in snd.parameters())
+    return loss, {"loss/target": loss}
+
+
 def novelty(options, flags: list[str], command: str):
     if options.target:
         sys.path.insert(0, str(ROOT / "benchmark" / "variants"))
         import snd_paper  # noqa: F401 (it changes ppo_atari_snd)
     if options.freeze_target:
-        ppo_atari_snd.SND.target_loss = lambda snd, *_: 0 * sum(weights.sum() for weights in snd.parameters())
+        ppo_atari_snd.SND.target_loss = no_loss
     found = dict(command=command, git=revision(), rows=[])
     for seed in range(1, options.seeds + 1):
         for row in measure(seed, options.target, options.sgd_steps, options.run_dir, flags):

@@ -17,6 +17,7 @@ Run it with nothing else running, on the CPU. Scripts with groups need --sync --
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import statistics
 import subprocess
@@ -34,7 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 PIECES = (16, 32, 64, 128, 256, 512)
 LEAST = 0.1  # seconds of a measurement
-UNCOUNTED = {"ppo_atari_rnd": ("memory",)}  # flags with layers that `networks` does not know
 
 
 class Enough(BaseException):
@@ -102,10 +102,9 @@ def networks(script: str, args, made: dict) -> list:
     if script == "ppo_atari_rnd":
         size = (args.frame_size, args.frame_size)
         frames = torch.zeros(2, args.stack, *size, dtype=torch.uint8)
-        act = lambda net, x: net(x, torch.zeros(2, net.memory_size), torch.ones(2))  # noqa: E731
         rnd, share = made["RND"], args.predictor_share or min(1, 32 / args.num_envs)
-        one = torch.zeros(2, 1, *size)
-        return [(agent, frames, act, args.update_epochs, 0), (rnd.predictor, one, plain, args.update_epochs * share, 0)]
+        predictor = (rnd.predictor, torch.zeros(2, 1, *size), plain, args.update_epochs * share, 0)
+        return [(agent, frames, plain, args.update_epochs, 0), predictor]
     if "atari" in script:
         shape = (args.stack, args.frame_size, args.frame_size)
     else:
@@ -148,10 +147,7 @@ class Rounds:
         agent, inputs, *_ = self.networks[0]
         self.batch = self.args.num_envs // getattr(self.args, "num_groups", 1)
         frames = torch.randint(0, 256, (self.batch, *inputs.shape[1:]), dtype=torch.uint8)
-        state = ()
-        if hasattr(agent, "memory_size"):
-            state = (torch.zeros(self.batch, agent.memory_size), torch.ones(self.batch))
-        self.forward = torch.no_grad()(lambda: agent(frames, *state))
+        self.forward = torch.no_grad()(lambda: agent(frames))
 
     def measure(self):
         """One round: seconds per row of the layers alone and of the policy's forward pass, GFLOP/s of the product."""
@@ -222,10 +218,8 @@ def main(argv=None) -> int:
     args = tyro.cli(module.Args, args=flags.split())
     if not getattr(args, "sync", True) or getattr(args, "num_groups", 1) > 1:
         parser.error(f"{options.script}: needs -- --sync --num-groups 1, otherwise actors share its cores")
-    for name in ("precision", "resume", *UNCOUNTED.get(options.script, ())):
-        value = getattr(args, name)
-        if value != getattr(module.Args(), name):
-            parser.error(f"--{name.replace('_', '-')} {value}: not measured here")
+    if args.precision != "fp32":
+        parser.error(f"--precision {args.precision}: not measured here")
     if args.device not in ("auto", "cpu"):
         parser.error(f"--device {args.device}: on a CPU only")
     args.device = "cpu"
@@ -233,7 +227,7 @@ def main(argv=None) -> int:
         if options.json.is_dir():
             parser.error(f"--json {options.json}: is a folder")
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    args.total_timesteps, args.eval_episodes, args.quiet = 10**9, 0, True
+    args.total_timesteps, args.eval_episodes = 10**9, 0
     rounds = Rounds(options.script, args, made, options.rounds)
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as args.run_dir:
         for name in {"Agent", "RND", "SND"} & vars(module).keys():  # store the networks that `train` makes
@@ -241,6 +235,7 @@ def main(argv=None) -> int:
         log = module.Run.log
         timed = mock.patch.object(module.Run, "log", lambda run, metrics: rounds.after(run, log, metrics))
         stack.enter_context(timed)
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # stdout gets the result only
         try:
             module.train(args)
         except module.UsageError as error:

@@ -23,6 +23,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -244,12 +245,43 @@ def installed(package: str) -> str | None:
         return None
 
 
+def last_config(run: Path) -> tuple[int, dict]:
+    """Step and content of the config-<step>.json of a run's last start."""
+    steps = [int(path.stem.removeprefix("config-")) for path in run.glob("config-*.json")]
+    if not steps:
+        return 0, {}
+    return max(steps), read_json(run / f"config-{max(steps)}.json") or {}
+
+
+def starts_of(run: Path, step: int) -> list[dict]:
+    """Revision and hardware of each start of a run, and the step it began at; `step`: of the last one."""
+    starts = read_json(run.with_name(run.name + ".json")) or []
+    if starts:
+        starts[-1]["step"] = step
+    return starts
+
+
+def note_start(job: Job, run: Path):
+    """Add the revision and the hardware to <run>.json."""
+    revision, gpu = "", ""
+    with contextlib.suppress(OSError):  # without git
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+    if shutil.which("nvidia-smi") and "--device cpu" not in job.flags:
+        code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+        gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+    start = dict(git=revision or None, cpu=cpu and cpu[1], gpu=gpu or None)
+    starts = [*starts_of(run, last_config(run)[0]), start]
+    write_atomically(run.with_name(run.name + ".json"), json.dumps(starts, indent=1))
+
+
 def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     """The csv and json of a finished or failed run."""
     rows = read_rows(run / "metrics.csv")
-    config = read_json(run / "config.json") or [{}]
-    parts = config if isinstance(config, list) else [config]  # a dict: the first edition
-    last, args = parts[-1], parts[-1].get("args", {})
+    step, config = last_config(run)
+    args, parts = config.get("args", {}), starts_of(run, step) or [{}]
+    last = parts[-1]
     evaluation = read_json(run / "eval.json")
     seconds, before = 0.0, 0
     for row in rows:
@@ -257,13 +289,13 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
     result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
     result |= dict(status="failed" if error else "done", error=error, steps=before, train_seconds=round(seconds, 1))
     result |= {name: last.get(name) for name in ("git", "cpu", "gpu")}
-    result["cores"] = args.get("threads") or args.get("torch_threads") or available_cores()
+    result["cores"] = args.get("threads") or available_cores()
     revisions = dict.fromkeys(part.get("git") for part in parts)
     result["git_before"] = [git for git in revisions if git and git != result["git"]]
     machines = [part.get("gpu") or part.get("cpu") for part in parts]
     changes = zip(machines, machines[1:], parts[1:], strict=False)
     result["machines_before"] = {before: part["step"] for before, now, part in changes if before != now}
-    result["versions"] = last.get("packages") or {name: installed(name) for name in PACKAGES}
+    result["versions"] = config.get("versions") or {name: installed(name) for name in PACKAGES}
     for split in (evaluation or {}).get("splits", {}).values():
         split.pop("lengths", None)
     result["eval"] = evaluation
@@ -272,8 +304,7 @@ def collect(job: Job, run: Path, error: str | None = None) -> tuple[str, dict]:
         if not evaluated:
             result["status"] = "open"
         elif args.get("total_timesteps", 0) - before >= before / int(rows[-1]["iteration"]):
-            if not args.get("target_return"):  # which ends a run early
-                result["status"] = "open"
+            result["status"] = "open"
     merged = thin(rows)
     lines = [row.keys() for row in merged[:1]] + [row.values() for row in merged]
     text = "".join(",".join(line) + "\n" for line in lines)
@@ -310,13 +341,15 @@ def execute(job: Job, runs: Path, threads: int, deadline: float | None = None, s
                     print(f"{run}: another process is training it", file=sys.stderr)
                     return None
                 time.sleep(0.2)
-        command = [sys.executable, str(ROOT / job.file), "--threads", str(threads), "--quiet", *job.command[2:]]
+        command = [sys.executable, str(ROOT / job.file), "--threads", str(threads), *job.command[2:]]
         if (run / "checkpoint.pt").exists():
             command += ["--resume", str(run)]
         else:
             if run.exists():  # killed before its first checkpoint
                 shutil.rmtree(run)
+            run.with_name(run.name + ".json").unlink(missing_ok=True)
             command += ["--run-dir", str(run.parent), "--run-name", run.name]
+        note_start(job, run)
         pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         environment = os.environ | (dict(OMP_NUM_THREADS=str(threads)) if threads else {})
         options = dict(pass_fds=[lock.fileno()], preexec_fn=tied, process_group=0, env=environment, **pipes)

@@ -70,7 +70,7 @@ ALIKE = {  # flags for the counterpart's network and loss, as far as the script 
     "ppo_atari_rnd": "--warmup-steps 16 --max-grad-norm 0.5",
 }
 # These flags change the work and CleanRL's files have none like them.
-FIXED = "channels pool stack distribution_mode num_levels frame_size memory rnd_features vtrace".split()
+FIXED = "channels pool stack distribution_mode num_levels frame_size rnd_features".split()
 ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the queue of rollouts
 STARPILOT = "--env-id starpilot --num-envs 64 --num-steps 32"
 BREAKOUT = "--env-id Breakout --num-envs 8 --num-steps 128 --minibatch-size 256 --num-minibatches 4"
@@ -145,7 +145,7 @@ def cleanrl_flags(script, args) -> list[str]:
         if getattr(args, name, None) != getattr(alike, name, None):
             raise script.UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: CleanRL has no such flag")
     rows = args.num_envs * args.num_steps
-    if args.minibatch_size < 1 or rows % args.minibatch_size:
+    if rows % args.minibatch_size:
         raise script.UsageError(f"--minibatch-size {args.minibatch_size}: CleanRL's must divide {rows} rows")
     minibatches = rows // args.minibatch_size
     if getattr(args, "num_minibatches", minibatches) != minibatches:
@@ -268,7 +268,7 @@ def child(options, flags: list[str]) -> dict:
         flags = [*ALIKE[name].split(), *flags]
     watch = Stopwatch(options.warmup + options.iterations)
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ["--run-dir", folder, "--quiet", "--eval-episodes", "0"]
+        fixed = ["--run-dir", folder, "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=[*fixed, *flags, *CHANGED.get(variant, [])])
         if options.against == "cleanrl":
             cleanrl_flags(script, args)  # refuse now, not after the script's measurement
@@ -313,7 +313,7 @@ def process(source: Path, name: str, flags: list[str], python: str = sys.executa
     """A whole run of a script in `source`: its steps, the seconds and the memory of the process."""
     script = source / f"{name}.py"
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "output"), "w+") as output:
-        fixed = ["--run-dir", folder, "--run-name", "run", "--quiet", "--eval-episodes", "0"]
+        fixed = ["--run-dir", folder, "--run-name", "run", "--eval-episodes", "0"]
         command = [python, str(script), *flags_for(script, flags), *fixed]
         start = time.perf_counter()
         running = subprocess.Popen(command, stdout=output, stderr=output)

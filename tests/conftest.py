@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import importlib
 import signal
 import sys
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored,
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job of nohup with this one
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
@@ -25,21 +23,6 @@ LOSSES = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
-    parser.addoption("--compile", action="store_true", help="run everything in this process with --compile")
-
-
-def pytest_configure(config):
-    for path in ROOT.glob("*.py") if config.getoption("--compile") else ():
-        module = importlib.import_module(path.stem)
-        module.check = compiled(module.check)
-
-
-def compiled(check):
-    def compile_and_check(args):
-        args.compile |= getattr(args, "memory", "none") == "none"  # the recurrent policy refuses
-        return check(args)
-
-    return compile_and_check
 
 
 def pytest_collection_modifyitems(config, items):
@@ -51,11 +34,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def one_thread(request):
+def one_thread():
     """The fastest for tiny networks, and the same on every machine."""
     torch.set_num_threads(1)
-    if request.config.getoption("--compile"):
-        torch.compiler.reset()  # PyTorch gives a function up, with a warning, after eight compilations in one process
 
 
 @contextlib.contextmanager
@@ -88,15 +69,16 @@ read = rows  # where `rows` are those of a rollout
 def giving(envs):
     """A make_envs that returns these: a VectorEnv, or a list of them, one after the other."""
     left = list(envs) if isinstance(envs, list) else [envs]
-    return lambda args, num_envs, stream: left.pop(0)
+    return lambda args, num_envs, seed, test=False: left.pop(0)
 
 
 def runner(module, small):
     """run(tmp_path, envs, iterations, name, **changes), which trains -> the last metrics, the checkpoint."""
 
     def run(tmp_path, envs, iterations=1, name="run", **changes):
-        args = module.Args(**(small | dict(run_dir=str(tmp_path), run_name=name) | changes))
-        args.total_timesteps = iterations * args.num_envs * args.num_steps
+        flags = small | dict(run_dir=str(tmp_path), run_name=name) | changes
+        total = iterations * flags["num_envs"] * flags["num_steps"]
+        args = module.Args(**flags | dict(total_timesteps=total))
         metrics = module.train(args, giving(envs))
         return metrics, torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
 
@@ -127,6 +109,7 @@ class FakeVecEnv(gym.vector.VectorEnv):
     first three pixels. With next-step autoreset the step after an end ignores its action, pays `dummy_reward` (a real
     env: 0) and shows the next episode's first frame; with same-step the end's step shows it.
     learn: pay 1 where the action equals the frame's fourth pixel, else 0, in place of the scripted rewards.
+    Reports whole episodes, over all lives, as RecordEpisodeStatistics does.
     """
 
     def __init__(self, episodes, autoreset=NEXT_STEP, num_actions=4, shape=(3, 16, 16), learn=False, dummy_reward=0.0):
@@ -137,6 +120,7 @@ class FakeVecEnv(gym.vector.VectorEnv):
         self.single_action_space = gym.spaces.Discrete(num_actions)
         self.episode, self.t = np.zeros(self.num_envs, int), np.zeros(self.num_envs, int)
         self.over = np.zeros(self.num_envs, bool)
+        self.returns, self.lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, int)
         # Actions received, frames shown, (reward, ended, cut, over before).
         self.actions, self.seen, self.log = [], [], []
 
@@ -173,6 +157,8 @@ class FakeVecEnv(gym.vector.VectorEnv):
             right = float(actions[env] == self.target(env))
             reward[env] = right if self.learn else rewards[self.t[env]]
             self.t[env] += 1
+            self.returns[env] += reward[env]
+            self.lengths[env] += 1
             if self.t[env] == len(rewards):
                 ended[env], cut[env], self.over[env] = end != "truncated", end == "truncated", True
                 game_over[env] = end == "terminated"
@@ -180,6 +166,10 @@ class FakeVecEnv(gym.vector.VectorEnv):
                     self.begin(env)
         lives = np.full(self.num_envs, 3, np.int32)
         info = dict(reward=reward.copy(), terminated=game_over, lives=lives, elapsed_step=self.t.astype(np.int32))
+        reported = (game_over > 0) | cut
+        if reported.any():
+            info |= {"episode": {"r": self.returns.copy(), "l": self.lengths.copy()}, "_episode": reported}
+            self.returns[reported], self.lengths[reported] = 0, 0
         self.log.append((reward.copy(), ended.copy(), cut.copy(), before))
         return self.frames(), reward, ended, cut, info
 
@@ -222,7 +212,8 @@ class RareDoor(FakeVecEnv):
         ended = (self.position == self.depth) & ~fresh
         cut = (self.t >= self.limit) & ~ended & ~fresh
         self.over, self.reached = ended | cut, self.reached + int(ended.sum())
-        return self.frames(), ended.astype(np.float32), ended, cut, {}
+        episode = {"r": ended.astype(float), "l": self.t}
+        return self.frames(), ended.astype(np.float32), ended, cut, {"episode": episode, "_episode": self.over}
 
 
 class Games(FakeVecEnv):

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from appo_atari import Agent, Args, AtariEnvs, RunningMoments, UsageError, gae, ppo_terms, vtrace
+from appo_atari import Agent, Args, AtariEnvs, RunningMoments, UsageError, gae, ppo_loss, stream_seed
+from pydantic import ValidationError
 
 import conftest
-from conftest import FakeVecEnv, Snow, plain_gae, random_episodes, random_play, read
+from conftest import FakeVecEnv, Snow, giving, plain_gae, random_episodes, random_play, read
 
 SHAPE = (2, 44, 44)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=32, num_minibatches=2, update_epochs=1, sync=True)
-SMALL |= dict(eval_episodes=0, quiet=True, threads=1, device="cpu")
+SMALL |= dict(eval_episodes=0, threads=1, device="cpu")
 run = conftest.runner(appo_atari, SMALL)
 
 
@@ -26,9 +27,9 @@ def fake(num_envs=4, cls=FakeVecEnv, **options):
 def test_defaults_match_reference_table():
     """The card's setting, as far as it can run."""
     expected = dict(num_steps=128, minibatch_size=1024, num_minibatches=8, update_epochs=4, gamma=0.99, num_envs=32)
-    expected |= dict(gae_lambda=0.95, clip=0.1, vf_clip=1, vf_coef=0.5, lr=(0.0003033891184,), anneal_lr=True)
-    expected |= dict(ent_coef=(0.0004677351413,), adam_eps=1e-5, max_grad_norm=0, num_batches_to_accumulate=2)
-    expected |= dict(max_policy_lag=1000, vtrace=False, noop_max=30, stack=4, frame_size=84, total_timesteps=25_000_000)
+    expected |= dict(gae_lambda=0.95, clip=0.1, vf_clip=1, vf_coef=0.5, lr=(0, 0.0003033891184), anneal_lr=True)
+    expected |= dict(ent_coef=(0, 0.0004677351413), adam_eps=1e-5, max_grad_norm=0, num_batches_to_accumulate=2)
+    expected |= dict(max_policy_lag=1000, noop_max=30, stack=4, frame_size=84, total_timesteps=25_000_000)
     expected |= dict(episodic_life=True, fire_reset=True, repeat_action_probability=0)
     assert {name: getattr(Args(), name) for name in expected} == expected
 
@@ -36,48 +37,27 @@ def test_defaults_match_reference_table():
 # ------------------------------------------------------------------------------------------------------------- maths
 
 
-def plain_vtrace(reward, value, ended, cut, rho, gamma, lam=1):
-    """Targets, advantages (T, N) by the definition's sums over each episode, O(T^2); value (T + 1, N)."""
-    target, advantage, rho = value.copy(), np.zeros(reward.shape), np.minimum(rho, 1)
-    for t, n in np.ndindex(*reward.shape):
-        factor = 1.0
-        for k in range(t, len(reward)):
-            following = 0.0 if ended[k, n] else value[k + 1, n]
-            target[t, n] += factor * rho[k, n] * (reward[k, n] + gamma * following - value[k, n])
-            factor *= gamma * lam * rho[k, n]
-            if ended[k, n] or cut[k, n]:
-                break
-    for t, n in np.ndindex(*reward.shape):
-        following = 0.0 if ended[t, n] else value[t + 1, n] if cut[t, n] else target[t + 1, n]
-        advantage[t, n] = rho[t, n] * (reward[t, n] + gamma * following - value[t, n])
-    return target[:-1], advantage
-
-
-def test_gae_and_vtrace_are_the_definitions_sums():
-    """With both kinds of ends at once too: a termination has no future value, each end cuts the trace."""
+def test_gae_is_the_definitions_sum():
+    """With both kinds of ends at once too: a termination has no future value, each end cuts the sum."""
     rng = np.random.default_rng(0)
-    reward, value, rho = rng.normal(size=(50, 6)), rng.normal(size=(51, 6)), rng.exponential(size=(50, 6))
+    reward, value = rng.normal(size=(50, 6)), rng.normal(size=(51, 6))
     ended, cut = rng.random((2, 50, 6)) < 0.15
-    columns = [torch.tensor(x, dtype=torch.float64) for x in (reward, value, ended, ended | cut, rho)]
+    columns = [torch.tensor(x, dtype=torch.float64) for x in (reward, value, ended, ended | cut)]
     expected = plain_gae(reward, value, ended, cut, 0.95, 0.9)
-    np.testing.assert_allclose(gae(*columns[:4], 0.95, 0.9), expected, rtol=1e-12, atol=1e-12)
-    for lam in (1, 0.7):
-        expected = plain_vtrace(reward, value, ended, cut, rho, 0.95, lam)
-        for got, plain in zip(vtrace(*columns, 0.95, lam), expected, strict=True):
-            np.testing.assert_allclose(got, plain, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(gae(*columns, 0.95, 0.9), expected, rtol=1e-12, atol=1e-12)
+
+
+def terms_of(logits, value, rows, **changes):
+    return ppo_loss(lambda obs: (logits, value), rows | {"obs": None}, 0, Args(**changes))[1]
 
 
 def test_ratios_stay_within_their_limits():
-    """0.05 and 20 in the loss, and in V-trace 0.05 before it takes the smaller one of ratio and 1."""
+    """0.05 and 20."""
     logits = torch.tensor([-20.0, 0.0]).expand(2, 2)  # log pi of action 0 is -20
     rows = dict(action=torch.zeros(2, dtype=torch.int64), logp=torch.tensor([0.0, -40.0]))
     rows |= dict(advantage=torch.tensor([1.0, -1.0]), value=torch.zeros(2), target=torch.zeros(2))
-    terms = ppo_terms(logits, torch.zeros(2), rows, 0.1, 1.0)
+    terms = terms_of(logits, torch.zeros(2), rows)
     assert terms["loss/policy"].tolist() == pytest.approx([-0.05, 20])
-    rows |= dict(reward=torch.ones(2), terminated=torch.ones(2), done=torch.ones(2))
-    columns = {name: x[:, None] for name, x in rows.items()}
-    columns = appo_atari.vtrace_columns(columns, logits[:1].expand(3, 1, 2), torch.zeros(3, 1), 0.9)
-    assert columns["advantage"].flatten().tolist() == pytest.approx([0.05, 1])
 
 
 def test_clips_of_0_are_off():
@@ -85,7 +65,7 @@ def test_clips_of_0_are_off():
     logits, value = torch.tensor([[2.0, -2.0], [0.0, 0.0], [9.0, -9.0]]), torch.tensor([40.0, -3.0, 0.0])
     rows = dict(action=torch.zeros(3, dtype=torch.int64), logp=torch.tensor([-2.0, -0.1, -50.0]))
     rows |= dict(advantage=torch.tensor([1.0, -1.0, 1.0]), value=torch.zeros(3), target=torch.ones(3))
-    terms = ppo_terms(logits, value, rows, 0, 0)
+    terms = terms_of(logits, value, rows, clip=0, vf_clip=0)
     ratio = (logits.log_softmax(-1)[:, 0] - rows["logp"]).exp().clamp(max=20)
     torch.testing.assert_close(terms["loss/policy"], -ratio * rows["advantage"])
     torch.testing.assert_close(terms["loss/value"], (value - 1) ** 2)
@@ -101,11 +81,8 @@ def test_moments_begin_with_a_row_and_bound_the_std():
     moments.update(torch.from_numpy(x))
     mean = x.sum(0) / 100_001
     std = np.sqrt((255**2 + np.square(x).sum(0)) / 100_001 - mean**2 + 1e-5 * 255**2)
-    expected = ((2 * x[:9] - mean) / std).clip(-5, 5)
-    normalized = appo_atari.normalize(torch.from_numpy(2 * x[:9]), moments)
-    np.testing.assert_allclose(normalized, expected, rtol=1e-5, atol=1e-6)
-    back = appo_atari.denormalize(torch.tensor([[1.0, -2.0], [7.0, -7.0]]), moments)
-    np.testing.assert_allclose(back, [mean + [1, -2] * std, mean + [5, -5] * std], rtol=1e-5)
+    np.testing.assert_allclose(moments.mean[0], mean, rtol=1e-5)
+    np.testing.assert_allclose(moments.std[0], std, rtol=1e-5)
 
 
 def test_sums_of_white_frames_are_exact():
@@ -114,7 +91,6 @@ def test_sums_of_white_frames_are_exact():
     agent.frames.update(torch.full((1000, *SHAPE), 255, dtype=torch.uint8))
     count, total, squares = agent.frames.sums
     assert (count == 1001).all() and (total == 255_000).all() and (squares == 1001 * 255**2).all()
-    assert agent.frames.mean.is_contiguous(memory_format=torch.channels_last)
 
 
 # ------------------------------------------------------------------------------------------------------ a training run
@@ -138,10 +114,10 @@ def test_each_row_has_a_lag(tmp_path, monkeypatch):
     real, valid = appo_atari.play_rollout, []
 
     def play_rollout(group, actors, T):
-        rollout = real(group, actors, T)
-        rollout["columns"]["version"][:8] -= 5
-        valid.append(rollout["columns"]["valid"].clone())
-        return rollout
+        columns, *rest = real(group, actors, T)
+        columns["version"][:8] -= 5
+        valid.append(columns["valid"].clone())
+        return columns, *rest
 
     monkeypatch.setattr(appo_atari, "play_rollout", play_rollout)
     metrics, _ = run(tmp_path, [fake()], max_policy_lag=5)
@@ -192,36 +168,26 @@ def test_learns_the_rewarded_action(tmp_path):
 def test_lr_schedule(tmp_path):
     """It falls to 0 at --total-timesteps, at a new one after a resume; --no-anneal-lr leaves --lr as it is."""
     run(tmp_path, [fake()], 2, lr=(1e-3,))
-    run(tmp_path, [fake()], 4, lr=(1e-3,), resume=str(tmp_path / "run"))
+    args = Args(**SMALL | dict(run_dir=str(tmp_path), total_timesteps=4 * 64, lr=1e-3))
+    appo_atari.train(args, giving(fake()), saved=appo_atari.load(tmp_path / "run"))
     rates = [float(row["train/lr"]) for row in read(tmp_path / "run")]
     np.testing.assert_allclose(rates, [1e-3, 5e-4, 5e-4, 2.5e-4], rtol=1e-5)
     metrics, _ = run(tmp_path, [fake()], 2, "knots", lr=(0, 1e-3, 128, 2e-3), anneal_lr=False)
     assert metrics["train/lr"] == pytest.approx(1.5e-3)
 
 
-class OneFrame(FakeVecEnv):
-    """Without the axis of channels."""
-
-    def frames(self):
-        return super().frames()[:, 0]
-
-
 def test_what_is_refused(tmp_path):
-    """Before anything is written: groups that do not divide, parts of rollouts, what would wait forever, numbers
-    without a meaning, environments of another number, autoreset or shape than is needed."""
+    """Before anything is written: groups that do not divide, parts of rollouts, what would wait forever, and what makes
+    EnvPool hang, run out of memory or overflow; environments with another autoreset or too small frames."""
     wrong = [dict(num_groups=3), dict(minibatch_size=24), dict(num_minibatches=3, minibatch_size=16, num_groups=2)]
     wrong += [dict(num_minibatches=0), dict(num_batches_to_accumulate=-1), dict(max_policy_lag=0), dict(noop_max=0)]
-    wrong += [dict(noop_max=1001), dict(max_episode_steps=0), dict(repeat_action_probability=2), dict(stack=0)]
-    wrong += [dict(frame_size=85), dict(vf_clip=-1), dict(clip=np.nan), dict(lr=(1e-3, 0))]
+    wrong += [dict(noop_max=1001), dict(max_episode_steps=0), dict(max_episode_steps=2**31), dict(stack=65)]
     for changes in wrong:
-        with pytest.raises(UsageError, match=next(iter(changes)).replace("_", "-") if "lr" not in changes else "0.001"):
+        with pytest.raises(ValidationError, match=next(iter(changes)).replace("_", ".")):
             run(tmp_path, None, **changes)
     same_step = FakeVecEnv(random_episodes(4), conftest.SAME_STEP, shape=SHAPE)
-    for envs in ([fake(3)], [same_step]):
-        with pytest.raises(UsageError, match="make_envs: needs 4 environments with AutoresetMode.NEXT_STEP"):
-            run(tmp_path, envs)
-    for envs in (FakeVecEnv(random_episodes(4), shape=(4, 35, 60)), fake(cls=OneFrame)):
-        with pytest.raises(UsageError, match="at least 36 pixels"):
+    for envs in (same_step, FakeVecEnv(random_episodes(4), shape=(4, 35, 60))):
+        with pytest.raises(UsageError, match="needs AutoresetMode.NEXT_STEP.*H, W >= 36"):
             run(tmp_path, [envs])
     assert not list(tmp_path.iterdir())
 
@@ -259,13 +225,17 @@ class Plain:
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("vtrace, max_grad_norm", [(False, 0.3), (True, 0)])
-def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
+def test_two_iterations_match_plain_float64(tmp_path):
     """Rollout, statistics, targets, losses, Adam, from frames and actions alone, with dummy rows and all ends."""
+    compare_with_plain(appo_atari, tmp_path, max_grad_norm=0.3)
+
+
+def compare_with_plain(module, tmp_path, max_grad_norm, vtrace=None):
+    """Two iterations of `module`; vtrace: the function that gives targets and advantages of its minibatches."""
     envs = fake(cls=Snow, dummy_reward=7.0)
-    args = dict(vtrace=vtrace, max_grad_norm=max_grad_norm, update_epochs=2, adam_eps=1e-3, vf_clip=0.05, lr=(1e-3,))
+    args = dict(max_grad_norm=max_grad_norm, update_epochs=2, adam_eps=1e-3, vf_clip=0.05, lr=(1e-3,))
     args |= dict(ent_coef=(0, 0.02, 128, 0.01), micro_batch=12, clip=0.02)
-    metrics, saved = run(tmp_path, [envs], 2, **args)
+    metrics, saved = conftest.runner(module, SMALL)(tmp_path, [envs], 2, **args)
     plain, gamma = Plain(), 0.99
     adam = torch.optim.Adam(plain.w.values(), eps=1e-3)
     for first, lr, ent_coef in ((0, 1e-3, 0.02), (16, 0.5e-3, 0.015)):
@@ -296,7 +266,7 @@ def test_two_iterations_match_plain_float64(tmp_path, vtrace, max_grad_norm):
                     rho = (new_logp.view(16, 2) - logp[:, some]).exp().clamp(0.05, 20).numpy()
                     now = plain.in_rewards(now).view(17, 2).numpy()
                     rows = (reward[:, some], now, ended[:, some], cut[:, some])
-                    goal, better = map(torch.from_numpy, plain_vtrace(*rows, rho, gamma))
+                    goal, better = map(torch.from_numpy, vtrace(*rows, rho, gamma))
                     goals.append(goal[keep])
                 mean, std = moments(plain.returns)
                 better, goal, old = better[keep], ((goal[keep] - mean) / std).clamp(-5, 5), predicted[:, some][keep]
@@ -335,27 +305,28 @@ def test_initial_weights():
 
 
 def atari(num_envs=N, stream="training", **changes):
-    return appo_atari.make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
+    args = Args(**(dict(env_id="Breakout", threads=1) | changes))
+    return appo_atari.make_envs(args, num_envs, stream_seed(args.seed, stream))
 
 
 def test_options_reach_the_emulator():
     options = dict(repeat_action_probability=0.3, noop_max=5, fire_reset=False, frame_size=96, stack=2, seed=7)
     envs = atari(1, **options, episodic_life=False, max_episode_steps=99)
-    config = envs.pool.spec.config
+    config = envs.envs.spec.config
     assert config.repeat_action_probability == pytest.approx(0.3) and config.frame_skip == 4 and config.noop_max == 5
     assert not config.use_fire_reset and config.img_height == config.img_width == 96 and config.reward_clip
     assert not config.episodic_life and config.max_episode_steps == 99
     assert envs.single_observation_space.shape == (2, 96, 96)
-    config = atari(1).pool.spec.config
+    config = atari(1).envs.spec.config
     assert config.use_fire_reset and config.episodic_life
 
 
 def test_seed_streams_disjoint():
     """No two envs of neighbouring runs, nor of training and evaluation, share a seed."""
     streams = [(s, stream) for s in (1, 2) for stream in ("training", "game")]
-    seeds = [atari(2, stream, seed=s).pool.spec.config.env_seed for s, stream in streams]
+    seeds = [atari(2, stream, seed=s).envs.spec.config.env_seed for s, stream in streams]
     assert len({seed for one in seeds for seed in one}) == 4 * 2
-    assert atari(2, seed=1).pool.spec.config.env_seed == seeds[0]
+    assert atari(2, seed=1).envs.spec.config.env_seed == seeds[0]
 
 
 def test_true_returns_of_berzerk():
@@ -446,18 +417,16 @@ ROWS = [
 
 def test_ends_of_games_of_a_scripted_pool():
     """Reported: whole games only, each once, also where EnvPool ends one unseen, late, or at the time limit."""
-    envs = appo_atari.RecordEpisodeStatistics(AtariEnvs(ScriptedPool(ROWS), 1), stats_key="counted")
+    envs = AtariEnvs(ScriptedPool(ROWS), 1)
     envs.reset()
     reported, terminated = [], []
     for _ in ROWS:
         _, _, ended, _, info = envs.step(None)
         terminated += ended.tolist()
-        reported.append(appo_atari.ended_episodes(envs, info))
-    nothing = ([], [], [])
-    expected = [nothing] * len(ROWS)
-    expected[2], expected[5], expected[7], expected[10] = (
-        ([0], [x], [n]) for x, n in ((3, 2), (12, 2), (16, 1), (32, 2))
-    )
+        reported.append(appo_atari.ended_episodes(info))
+    expected = [[]] * len(ROWS)
+    for row, total, length in ((2, 3, 2), (5, 12, 2), (7, 16, 1), (10, 32, 2)):
+        expected[row] = [(0, total, length)]
     assert reported == expected
     assert np.flatnonzero(terminated).tolist() == [1, 3, 5, 10]
 

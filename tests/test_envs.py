@@ -17,11 +17,14 @@ from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, random_episodes
 
 
 def breakout(num_envs, **changes):
-    return appo_atari.make_envs(appo_atari.Args(env_id="Breakout", **changes), num_envs, "training")
+    return appo_atari.make_envs(appo_atari.Args(env_id="Breakout", **changes), num_envs, seed=1)
 
 
-def procgen(env_id="leaper", num_envs=4, stream="training", **changes):
-    return ppo_procgen.make_envs(ppo_procgen.Args(env_id=env_id, **changes), num_envs, stream)
+TRAINING = ppo_procgen.stream_seed(1, "training")
+
+
+def procgen(env_id="leaper", num_envs=4, seed=TRAINING, test=False, **changes):
+    return ppo_procgen.make_envs(ppo_procgen.Args(env_id=env_id, **changes), num_envs, seed, test)
 
 
 MAKERS = {
@@ -37,7 +40,7 @@ def test_missing_system_library(script, monkeypatch):
     """Servers and containers often lack libGL: then EnvPool has no Procgen, and the traceback says what to install."""
     monkeypatch.setitem(sys.modules, "envpool.procgen", None)  # importing it raises ImportError
     with pytest.raises(ImportError) as error:
-        script.make_envs(script.Args(), 4, "training")
+        script.make_envs(script.Args(), 4, seed=1)
     assert "apt install libgl1 libglib2.0-0" in str(error.traceback[-1].statement)
 
 
@@ -115,7 +118,7 @@ def played(game, mode, num_levels):
     options = dict(env_id=game, distribution_mode=mode, num_levels=num_levels, stack="none", threads=1)
     if mode == "exploration":  # as benchmark/variants/snd_procgen.py makes it
         options |= dict(distribution_mode="hard", num_levels=1, start_level=exploration_levels()[game])
-    envs = ppo_procgen.make_envs(ppo_procgen.Args(**options), procgen_reference.NUM_ENVS, "training")
+    envs = ppo_procgen.make_envs(ppo_procgen.Args(**options), procgen_reference.NUM_ENVS, TRAINING)
     rewards, ends, frames = [], [], [envs.reset()[0]]
     for action in procgen_reference.ACTIONS:
         obs, reward, ended, cut, _ = envs.step(action)
@@ -133,7 +136,7 @@ REFERENCE = json.loads((ROOT / "tests" / "procgen_reference.json").read_text())
 @pytest.mark.parametrize("game", procgen_reference.GAMES)
 def test_procgen_equals_the_procgen_package(game):
     """Rewards, ends and frames of OpenAI's package, as procgen_reference.py has recorded them."""
-    assert ppo_procgen.stream_seed(1, "training") == procgen_reference.RAND_SEED
+    assert TRAINING == procgen_reference.RAND_SEED
     for setting in procgen_reference.SETTINGS:
         if setting[0] == game:
             digests = [procgen_reference.digest(x) for x in played(*setting)]
@@ -163,10 +166,10 @@ def test_procgen_equals_the_procgen_package_now(tmp_path):
 
 def level_seeds(steps=200, **changes):
     envs, rng, seeds = procgen(**changes), np.random.default_rng(0), set()
-    pool = envs.unwrapped.pool
-    step = pool.step
+    raw = envs.unwrapped.envs
+    step = raw.step
     infos = []
-    pool.step = lambda action: infos.append(step(action)) or infos[-1]
+    raw.step = lambda action: infos.append(step(action)) or infos[-1]
     for _ in range(steps):
         envs.step(rng.integers(15, size=envs.num_envs))
         seeds |= set(infos.pop()[4]["level_seed"].tolist())
@@ -175,14 +178,14 @@ def level_seeds(steps=200, **changes):
 
 def test_level_seeds_in_range():
     args = dict(num_levels=3, start_level=100)
-    assert level_seeds(**args) == level_seeds(**args, stream="train") == {100, 101, 102}
-    test = level_seeds(**args, stream="test")
+    assert level_seeds(**args) == {100, 101, 102}
+    test = level_seeds(**args, test=True)
     assert len(test) > 8 and not test & {100, 101, 102}
 
 
 def test_seed_streams_disjoint():
     """Runs of neighbouring seeds, and training and evaluation of one run, play other levels; equal seeds the same."""
-    names = ((1, "training"), (2, "training"), (1, "test"))
-    streams = [level_seeds(seed=seed, stream=stream) for seed, stream in names]
+    names = (1, "training"), (2, "training"), (1, "test")
+    streams = [level_seeds(seed=ppo_procgen.stream_seed(*name)) for name in names]
     assert len(set.union(*streams)) == sum(map(len, streams)) > 20
-    assert level_seeds(seed=1) == streams[0]
+    assert level_seeds() == streams[0]

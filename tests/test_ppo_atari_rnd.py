@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from ppo_atari_rnd import RND, Agent, Args, AtariEnvs, RunningMoments, UsageError, make_envs, play, train
+from ppo_atari_rnd import RND, Agent, Args, AtariEnvs, RunningMoments, UsageError, load, make_envs, stream_seed, train
 
 import conftest
 from conftest import (
@@ -23,8 +23,16 @@ from conftest import (
 
 SHAPE, WARMUP, T, N = (4, 44, 44), 3, 8, 4
 SMALL = dict(num_envs=N, num_steps=T, minibatch_size=16, update_epochs=1, warmup_steps=WARMUP, rnd_features=8)
-SMALL |= dict(eval_episodes=0, quiet=True, threads=1, device="cpu")
+SMALL |= dict(eval_episodes=0, threads=1, device="cpu")
 run = conftest.runner(ppo_atari_rnd, SMALL)
+
+
+class Unreported(gym.vector.VectorWrapper):
+    """Without the reports of a fake's episodes."""
+
+    def step(self, actions):
+        obs, reward, ended, cut, info = super().step(actions)
+        return obs, reward, ended, cut, {name: info[name] for name in info if "episode" not in name}
 
 
 def fake(num_envs=N, ends=("terminated", "truncated", "life"), **options):
@@ -37,8 +45,8 @@ def fake(num_envs=N, ends=("terminated", "truncated", "life"), **options):
 def test_defaults_match_reference_table():
     """OpenAI's published setting."""
     expected = dict(num_envs=128, num_steps=128, minibatch_size=4096, update_epochs=4, gamma=0.999, gamma_int=0.99)
-    expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=(0.001,), ext_coef=2, int_coef=1, lr=(1e-4,))
-    expected |= dict(repeat_action_probability=0.25, noop_max=1, fire_reset=False, stack=4)
+    expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=(0, 0.001), ext_coef=2, int_coef=1, lr=(0, 1e-4))
+    expected |= dict(repeat_action_probability=0.25, noop_max=1, fire_reset=False, stack=4, bonus_after=0)
     expected |= dict(adam_eps=1e-8, max_grad_norm=0, max_episode_steps=4500, frame_size=84, predictor_share=0)
     expected |= dict(rnd_features=512, warmup_steps=6400, env_id="MontezumaRevenge")
     expected |= dict(total_timesteps=30_000 * 128 * 128)
@@ -47,20 +55,15 @@ def test_defaults_match_reference_table():
 
 def test_network_sizes_and_initial_weights():
     """Layer by layer as in the authors' cnn_policy_param_matched.py and cnn_gru_policy_dynamics.py."""
-    agent, gru = (Agent((4, 84, 84), 18, Args(memory=memory)) for memory in ("none", "gru"))
+    agent = Agent((4, 84, 84), 18, Args())
     rnd = RND((1, 84, 84), Args())
     trunk = 4 * 64 * 32 + 32 + 32 * 16 * 64 + 64 + 64 * 16 * 64 + 64 + 6 * 6 * 64 * 256 + 256
     assert conftest.num_weights(agent) == trunk + 256 * 448 + 448 + 2 * (448 * 448 + 448) + 449 * 20
-    gates = 3 * 2 * (256 * 256 + 256)  # PyTorch's cell has two biases a gate
-    assert conftest.num_weights(gru) == trunk + gates + 2 * (256 * 256 + 256) + 257 * 20
     target = 64 * 32 + 32 + 32 * 16 * 64 + 64 + 64 * 9 * 64 + 64 + 3136 * 512 + 512
-    assert conftest.num_weights(rnd.target) == target and conftest.num_weights(rnd.predictor) == target + 2 * (
-        512 * 512 + 512
-    )
+    assert conftest.num_weights(rnd.target) == target
+    assert conftest.num_weights(rnd.predictor) == target + 2 * (512 * 512 + 512)
     assert not any(weight.requires_grad for weight in rnd.target.parameters())
-    gains = dict(residual_value=0.1, residual_policy=0.1, policy=0.01, value=0.01)
-    conftest.assert_initial(agent, gains)
-    conftest.assert_initial(gru, gains | dict(hidden2=1))
+    conftest.assert_initial(agent, dict(residual_value=0.1, residual_policy=0.1, policy=0.01, value=0.01))
     conftest.assert_initial(rnd, {})
 
 
@@ -134,7 +137,7 @@ def test_bonus_and_loss_have_one_precision():
 
 
 def normalizer(num_envs=N):
-    return RND((1, 44, 44), Args(num_envs=num_envs, gamma_int=0.875, rnd_features=2))
+    return RND((1, 44, 44), Args(num_envs=num_envs, gamma_int=0.875, rnd_features=2, minibatch_size=128))
 
 
 def assert_same_divisor(one, other):
@@ -159,39 +162,27 @@ def test_the_divisor_of_a_resumed_run():
     assert_same_divisor(resumed, whole)
 
 
-def test_memory_is_carried_in_evaluation():
-    """Each game that is played has a memory of its own, from nothing, its last frame included."""
-    torch.manual_seed(0)
-    agent, calls = Agent(SHAPE, 4, Args(memory="gru")), []
-    agent.policy.weight.data *= 30
-    agent.register_forward_hook(lambda module, inputs, outputs: calls.append((inputs[0], outputs[0])))
-    returns, lengths = play(
-        agent, RecordEpisodeStatistics(Games([[([5.0] * 4, "terminated")]], shape=SHAPE)), 3, seed=0
-    )
-    assert returns == [20.0] * 3 and lengths == [4] * 3  # every fifth step's action is ignored
-    w = {name: x.double() for name, x in agent.state_dict().items()}
-    for first in (0, 5, 10):
-        obs, logits = (torch.stack(part) for part in zip(*calls[first : first + 5], strict=True))
-        expected, *_ = plain_agent(w, obs, torch.zeros(1, 256).double(), torch.zeros(len(obs), 1, dtype=bool))
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-3, atol=1e-4)
-
-
 # ---------------------------------------------------------------------------------------------------- one whole update
 
 
 CASES = {
-    "cnn": dict(int_coef=0.5, micro_batch=7, predictor_share=0.1),
-    "gru": dict(memory="gru", micro_batch=7, max_grad_norm=0.05, ext_coef=0, bonus_after=T * N),
+    "gray": dict(int_coef=0.5, micro_batch=7, predictor_share=0.1),
+    "rgb": dict(frame_channels=3, max_grad_norm=0.05, ext_coef=0, bonus_after=T * N),
 }
 
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
+    assert_updates_equal_reference(ppo_atari_rnd, tmp_path, monkeypatch, changes)
+
+
+def assert_updates_equal_reference(script, tmp_path, monkeypatch, changes):
     """Two iterations with terminations, truncations, lost lives and dummy rows, recomputed in float64 from the frames.
 
     Compared: both networks' weights, the statistics of frames and intrinsic returns, the metrics.
     """
+    Agent, RND, Args = script.Agent, script.RND, script.Args  # noqa: N806
     draws, kinds = [], set()
     conftest.larger(monkeypatch, Agent, "policy", "value")
     spy_on(monkeypatch, torch, "rand", lambda result, *size: draws.append(result))
@@ -199,17 +190,18 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     envs = fake(dummy_reward=100.0)
     options = dict(adam_eps=0.01, update_epochs=2, lr=(1e-3,), clip=1e-3, vf_coef=0.7, ent_coef=(0.3,))
     options |= dict(gamma=0.95, gamma_int=0.9) | changes
-    metrics, saved = run(tmp_path, envs, iterations=2, **options)
+    metrics, saved = conftest.runner(script, SMALL)(tmp_path, envs, iterations=2, **options)
     assert kinds == {torch.uint8}
     args = Args(**(SMALL | options))
+    C = args.frame_channels
     torch.manual_seed(1)
-    start, networks = Agent(SHAPE, 4, args).state_dict(), RND((1, 44, 44), args).state_dict()
+    start, networks = Agent(SHAPE, 4, args).state_dict(), RND((C, 44, 44), args).state_dict()
     w = {name: x.double().requires_grad_() for name, x in start.items()}
     r = {name: x.double() for name, x in networks.items() if name.startswith(("target", "predictor"))}
     learned = [*w.values(), *(x.requires_grad_() for name, x in r.items() if name.startswith("predictor"))]
     optimizer = torch.optim.Adam(learned, lr=1e-3, eps=0.01)  # a large one: else first steps are signs
     in_use = torch.tensor([args.ext_coef > 0, True])
-    shown = [frame[:, -1:].astype(float) for frame in envs.seen[1 : WARMUP + 1]]  # all that the statistics saw
+    shown = [frame[:, -C:].astype(float) for frame in envs.seen[1 : WARMUP + 1]]  # all that the statistics saw
     filtered, returns, draw, no_ends = np.zeros(N), [], iter(draws), np.zeros((T, N))
     memory = torch.zeros(N, 256).double()
     for rollout in range(2):
@@ -218,7 +210,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
         action = torch.from_numpy(np.stack(envs.actions[first : first + T])).long()
         reward, ended, cut, over = (np.stack(x) for x in zip(*envs.log[first : first + T], strict=True))
         before, valid = torch.from_numpy(over), ~over
-        frames = obs[1:, :, -1:].flatten(0, 1)
+        frames = obs[1:, :, -C:].flatten(0, 1)
         with torch.no_grad():
             logits, values, after = plain_agent(w, obs[:T], memory, before)
             values = torch.cat([values, plain_agent(w, obs[T:], after, before[:1])[1]])
@@ -227,13 +219,11 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
             shown.append(frames.numpy().astype(float))
             x = plain_standardised(frames, shown, 5)
             features = plain_rnd(r, "target", x).view(T, N, -1)
-            x = x.view(T, N, 1, 44, 44)
-        bonus = np.zeros((T, N))
-        if rollout * T * N >= args.bonus_after:
-            for row in raw:
-                filtered = args.gamma_int * filtered + row
-                returns += filtered.tolist()
-            bonus = raw / plain_deviation(returns)
+            x = x.view(T, N, C, 44, 44)
+        for row in raw:
+            filtered = args.gamma_int * filtered + row
+            returns += filtered.tolist()
+        bonus = raw / plain_deviation(returns) * (rollout * T * N >= args.bonus_after)
         ext = plain_gae(reward, values[..., 0].numpy(), ended, cut, args.gamma, args.gae_lambda)
         internal = plain_gae(bonus, values[..., 1].numpy(), no_ends, no_ends, args.gamma_int, args.gae_lambda)
         advantage = torch.from_numpy(args.ext_coef * ext + args.int_coef * internal)
@@ -258,6 +248,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, changes):
     assert next(draw, None) is None
     conftest.assert_metrics(metrics, losses, (ext, internal), goals.numpy(), valid, raw, bonus)
     assert metrics["loss/predictor"] == pytest.approx(np.mean(errors), rel=1e-9)
+    assert metrics["ext/reward"] == pytest.approx(reward[valid].mean(), rel=1e-6)
     assert metrics["episode/rooms_ever"] is None
     assert metrics["int/divisor"] == pytest.approx(plain_deviation(returns), rel=1e-9)
     assert metrics["int/return_std"] == pytest.approx(goals.numpy()[valid][:, 1].std(ddof=1), rel=1e-9)
@@ -283,8 +274,8 @@ def test_predictor_learns_the_rows_of_32_environments(tmp_path, monkeypatch):
     sizes = []
     spy_on(monkeypatch, RND, "error", lambda result, rnd, frames, x: sizes.append(len(frames)))
     run(tmp_path, fake(num_envs=64), num_envs=64, num_steps=1, minibatch_size=64, update_epochs=10)
-    assert sizes[:2] == [64] * 2 and sizes[12:] == [64]  # of the first save, the bonus; of the last save
-    assert np.mean(sizes[2:12]) == pytest.approx(32, abs=3 * 4 / 10**0.5)
+    assert sizes[0] == 64 and len(sizes) == 11  # first of the bonus
+    assert np.mean(sizes[1:]) == pytest.approx(32, abs=3 * 4 / 10**0.5)
 
 
 def test_predictor_learns_the_rows_of_32_environments_of_all_ranks(tmp_path, monkeypatch):
@@ -294,7 +285,7 @@ def test_predictor_learns_the_rows_of_32_environments_of_all_ranks(tmp_path, mon
     def learn_on_one_of_two(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ppo_atari_rnd, "WORLD", 2)
-            patch.setattr(ppo_atari_rnd, "mean_over_ranks", lambda x: x)
+            patch.setattr(ppo_atari_rnd, "sum_over_ranks", lambda x: 2 * x)
             spy_on(patch, RND, "error", lambda result, rnd, frames, x: sizes.append(len(frames)))
             return learn(*args)
 
@@ -304,88 +295,98 @@ def test_predictor_learns_the_rows_of_32_environments_of_all_ranks(tmp_path, mon
 
 
 def test_a_clip_of_0_is_off():
-    logits, in_use = torch.zeros(2, 4), torch.tensor([True, True])
-    rows = dict(action=torch.zeros(2, dtype=torch.int64), logp=torch.full((2,), -np.log(12.0)))
+    rows = dict(obs=None, action=torch.zeros(2, dtype=torch.int64), logp=torch.full((2,), -np.log(12.0)))
     rows |= dict(advantage=torch.tensor([1.0, -1.0]), target=torch.zeros(2, 2))
-    terms = ppo_atari_rnd.ppo_terms(logits, torch.zeros(2, 2), rows, 0, in_use)
+    _, terms = ppo_atari_rnd.ppo_loss(lambda obs: (torch.zeros(2, 4), torch.zeros(2, 2)), rows, 0, Args(clip=0))
     assert terms["loss/policy"].tolist() == pytest.approx([-3, 3]) and not terms["train/clip_frac"].any()
+
+
+def resume(tmp_path, envs, iterations, **changes):
+    saved = load(str(tmp_path / "run"))
+    args = Args(**saved["args"] | dict(total_timesteps=iterations * T * N) | changes)
+    train(args, conftest.giving(envs), saved)
+    return load(str(tmp_path / "run"))
 
 
 def test_a_resumed_run_may_have_other_environments(tmp_path):
     """Its sums of bonuses are repeated."""
-    run(tmp_path, fake())
-    _, saved = run(tmp_path, fake(2 * N), 2, num_envs=2 * N, resume=str(tmp_path / "run"))
-    assert saved["rnd"]["discounted"].shape == (2 * N,)
+    _, saved = run(tmp_path, fake())
+    again = resume(tmp_path, fake(2 * N), 1, num_envs=2 * N, total_timesteps=2 * T * N)  # ends at once
+    assert again["rnd"]["discounted"].equal(saved["rnd"]["discounted"])
+    again = resume(tmp_path, fake(2 * N), 3, num_envs=2 * N)
+    assert again["rnd"]["discounted"].shape == (2 * N,) and again["step"] == 3 * T * N
 
 
 def test_games_begin_after_the_warm_up(tmp_path):
     """Statistics of exactly the warm-up's frames; then all games begin anew, as in the authors' code."""
-    envs = Games([[([1.0] * 10, "terminated")]] * N, shape=SHAPE)
+    games = Games([[([1.0] * 10, "terminated")]] * N, shape=SHAPE)
+    envs = RecordEpisodeStatistics(Unreported(games))
     metrics, saved = run(tmp_path, envs, warmup_steps=7, num_steps=16)
     assert metrics["step"] == 64 and metrics["episode/return"] == metrics["episode/length"] == 10
-    assert metrics["episode/count"] == 4 and len(envs.actions) == 7 + 16  # cut off at 7, then 10 steps and a row
+    assert metrics["episode/count"] == 4 and len(games.actions) == 7 + 16  # cut off at 7, then 10 steps and a row
     assert saved["rnd"]["frames.sums"][0].max().item() == pytest.approx(7 * 4 + 64, abs=1e-3)
 
 
 def test_resumed_run_continues_its_statistics(tmp_path, monkeypatch):
-    """A run resumed at step 0 warms up again; one resumed later does not, and keeps its sums of bonuses."""
-    resumed, actions = [], []
+    """Stopped in the warm-up, it does the rest; stopped in its first iteration, none; later it keeps its sums, too."""
+    resumed, seen = [], []
     spy_on(monkeypatch, RND, "load_state_dict", lambda result, rnd, state: resumed.append(rnd.discounted.clone()))
-    for total in (0, 2, 3):  # iterations
-        envs, folder = fake(), tmp_path / "run"
-        options = SMALL | dict(total_timesteps=max(total, 1) * T * N, run_dir=str(tmp_path), run_name="run")
-        options |= dict(resume=str(folder)) if total else {}
-        if total == 0:
-            with pytest.raises(TypeError):  # dies in the warm-up, after the save at step 0
-                envs.step = None
-                train(Args(**options), conftest.giving(envs))
-        else:
-            train(Args(**options), conftest.giving(envs))
-            actions.append(len(envs.actions))
-        saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-        assert saved["step"] == total * T * N and saved["rnd"]["discounted"].all() == (total > 0)
-        if total == 2:
+
+    def stopping(envs, after):
+        step = envs.step
+
+        def stop(actions):
+            if len(envs.actions) == after:
+                raise KeyboardInterrupt
+            return step(actions)
+
+        envs.step = stop
+        return envs
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stopping(fake(), 2))
+    for rest in (1, 0):
+        seen.append(load(str(tmp_path / "run"))["rnd"]["frames.sums"][0].max().item())
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path, stopping(fake(), rest + 5), 2)
+    seen.append(load(str(tmp_path / "run"))["rnd"]["frames.sums"][0].max().item())
+    assert seen == pytest.approx([2 * N, WARMUP * N, WARMUP * N], abs=1e-3)
+    actions = []
+    for iterations in (2, 3):
+        envs = fake()
+        saved = resume(tmp_path, envs, iterations)
+        actions.append(len(envs.actions))
+        if iterations == 2:
             discounted = saved["rnd"]["discounted"]
-    assert actions == [WARMUP + 2 * T, T]
-    assert not resumed[0].any() and torch.equal(resumed[1], discounted)
+    assert actions == [2 * T, T] and saved["step"] == 3 * T * N
+    assert not resumed[-2].any() and discounted.all() and torch.equal(resumed[-1], discounted)
 
 
-def test_training_ends_at_the_target_return(tmp_path):
-    """When the last 100 episodes average it, not before there are 100; it is saved as usual."""
-    # Episodes 0 to 24 of each of the 4 environments return 0.75, 25 to 49 return 3, the next ones 9.
-    episodes = [([x, 0.0, 0.0], "terminated") for x in 25 * [0.75] + 25 * [3.0] + 99 * [9.0]]
-    steps = {}
-    for target in (0, 0.75, 2, 3.5):
-        envs = Games([episodes] * N, shape=SHAPE)
-        changes = dict(target_return=target, num_steps=4, warmup_steps=0)  # an iteration is one episode of each
-        metrics, saved = run(tmp_path, envs, 100, f"target {target}", **changes)
-        assert saved["step"] == metrics["step"]
-        steps[target] = metrics["step"] // 16
-    assert steps == {0: 100, 0.75: 25, 2: 39, 3.5: 53}
+def test_a_run_that_dies_in_its_warm_up_can_be_resumed(tmp_path):
+    """A checkpoint is there from the start."""
+    envs = fake()
+    envs.step = None
+    with pytest.raises(TypeError):
+        run(tmp_path, envs)
+    envs = fake()
+    assert resume(tmp_path, envs, 1)["step"] == T * N and len(envs.actions) == WARMUP + T
 
 
 def test_what_is_refused(tmp_path):
     changes = [dict(minibatch_size=4), dict(minibatch_size=24)]  # no whole environments; no divisor of 32 rows
-    changes += [dict(compile=True, memory="gru"), dict(num_envs=0), dict(warmup_steps=-1), dict(eval_every=9)]
-    changes += [dict(predictor_share=-1), dict(predictor_share=1.5), dict(repeat_action_probability=2)]
-    changes += [dict(max_episode_steps=0), dict(max_episode_steps=2**31), dict(noop_max=0), dict(noop_max=100000)]
-    changes += [dict(stack=0), dict(stack=65), dict(ext_coef=-1), dict(int_coef=-1), dict(rnd_features=0)]
-    changes += [dict(gamma=1.5), dict(gamma_int=1.5), dict(gae_lambda=2), dict(frame_size=90), dict(memory="lstm")]
-    changes += [
-        dict(bonus_after=-1),
-        dict(target_return=-1),
-        dict(clip=-1),
-        dict(vf_coef=np.nan),
-        dict(int_coef=np.inf),
-    ]
+    changes += [dict(total_timesteps=T * N - 1), dict(eval_every=9), dict(warmup_steps=-1), dict(predictor_share=1.5)]
+    changes += [dict(max_episode_steps=2**31), dict(noop_max=0), dict(noop_max=1001), dict(stack=65)]
+    changes += [dict(frame_size=90), dict(frame_channels=0), dict(gamma_int=1.5), dict(int_coef=np.inf)]
     for change in changes:
-        with pytest.raises(UsageError, match="--" + next(iter(change)).replace("_", "-")):
-            run(tmp_path, fake(), **change)
+        with pytest.raises(ValueError, match=next(iter(change)).replace("_", "[-_]")):
+            Args(**SMALL | change)
     flat = fake()
     flat.reset = lambda **options: (np.zeros((N, 44, 44), np.uint8), {})
     for envs in (*(Games(random_episodes(N), shape=shape) for shape in [(4, 36, 36), (4, 43, 60)]), flat):
-        with pytest.raises(UsageError, match="at least 44 pixels"):
+        with pytest.raises(UsageError, match="H, W >= 44"):
             run(tmp_path, envs)
+    with pytest.raises(UsageError, match="Ant"):
+        make_envs(Args(env_id="Ant"), 1, 1)  # of EnvPool, too, but not Atari's
     assert not list(tmp_path.iterdir())
 
 
@@ -406,7 +407,8 @@ def test_the_bonus_finds_the_rare_door(tmp_path, seed):
 
 
 def atari(num_envs=N, stream="training", **changes):
-    return make_envs(Args(**(dict(env_id="Breakout", threads=1) | changes)), num_envs, stream)
+    args = Args(**dict(env_id="Breakout", threads=1) | changes)
+    return make_envs(args, num_envs, stream_seed(args.seed, stream))
 
 
 def test_true_returns_of_berzerk():
@@ -535,5 +537,6 @@ def test_rooms_in_metrics_and_checkpoint(tmp_path):
     assert metrics["episode/length"] == 5
     saved["rooms_ever"][[0, 7]] = True
     torch.save(saved, tmp_path / "run" / "checkpoint.pt")
-    metrics = train(Args(**(saved["args"] | dict(resume=str(tmp_path / "run"), total_timesteps=4 * T))))
+    saved = load(str(tmp_path / "run"))
+    metrics = train(Args(**saved["args"] | dict(total_timesteps=4 * T)), saved=saved)
     assert metrics["episode/rooms_ever"] == 3

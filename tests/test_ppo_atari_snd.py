@@ -5,17 +5,18 @@ import sys
 
 import numpy as np
 import ppo_atari_snd
+import pydantic
 import pytest
 import torch
 import torch.nn.functional as F
 from ppo_atari_snd import SND, Agent, Args, UsageError, augment, contrastive
 
 import conftest
-from conftest import Games, num_weights, plain_gae, plain_standardised, random_episodes, spy_on
+from conftest import Games, giving, num_weights, plain_gae, plain_standardised, random_episodes, spy_on
 
 SHAPE, WARMUP, T, N = (4, 16, 16), 3, 8, 4
 SMALL = dict(num_envs=N, num_steps=T, minibatch_size=16, update_epochs=1, warmup_steps=WARMUP, pairs=4)
-SMALL |= dict(snd_features=8, eval_episodes=0, quiet=True, threads=1, device="cpu")
+SMALL |= dict(snd_features=8, eval_episodes=0, threads=1, device="cpu")
 run = conftest.runner(ppo_atari_snd, SMALL)
 
 
@@ -41,11 +42,11 @@ def paper(monkeypatch):
 def test_defaults_match_reference_table():
     """michalnand's run cnd_21, the paper's SND-V."""
     expected = dict(num_envs=128, num_steps=128, minibatch_size=512, update_epochs=4, gamma=0.998, gamma_int=0.99)
-    expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=(0.001,), ext_coef=2, int_coef=1, lr=(1e-4,))
+    expected |= dict(gae_lambda=0.95, clip=0.1, vf_coef=1, ent_coef=(0, 0.001), ext_coef=2, int_coef=1, lr=(0, 1e-4))
     expected |= dict(max_grad_norm=0.5, repeat_action_probability=0.25, max_episode_steps=4500, noop_max=30)
     expected |= dict(frame_size=96, stack=4, int_clip=1, eta=0.5, pairs=64, predictor_share=0)
     expected |= dict(snd_features=512, env_id="MontezumaRevenge", total_timesteps=128_000_000, fire_reset=False)
-    expected |= dict(adam_eps=1e-8, warmup_steps=256)
+    expected |= dict(adam_eps=1e-8, warmup_steps=256, frame_channels=1)
     assert {name: getattr(Args(), name) for name in expected} == expected
 
 
@@ -125,7 +126,7 @@ def test_target_losses_of_large_features(paper):
     a, b = 14 * torch.randn(2, 9, 5).double()
     far = torch.rand(9) < 0.5
     assert (a**2).mean() + (b**2).mean() > 200
-    assert contrastive(a, b, far).item() == pytest.approx(plain_contrastive(a, b, far).item())
+    assert contrastive(a, b, far).mean().item() == pytest.approx(plain_contrastive(a, b, far).item())
     assert paper.vicreg(a, b).item() == pytest.approx(plain_vicreg(a, b).item())
 
 
@@ -158,7 +159,7 @@ def test_both_frames_of_a_pair_have_draws_of_their_own(monkeypatch):
     spy_on(monkeypatch, ppo_atari_snd, "augment", lambda result, x: shown.append(result))
     torch.manual_seed(0)
     frames = torch.randint(0, 256, (16, 1, 16, 16), dtype=torch.uint8)
-    SND((1, 16, 16), Args(snd_features=8)).target_loss(frames, frames, torch.zeros(16))
+    SND((1, 16, 16), Args(snd_features=8)).target_loss(dict(first=frames, second=frames, far=torch.zeros(16)))
     one, other = shown
     assert (one != other).flatten(1).any(1).float().mean() > 0.6  # all but those that neither draw touched
 
@@ -166,7 +167,7 @@ def test_both_frames_of_a_pair_have_draws_of_their_own(monkeypatch):
 def test_a_row_drawn_twice_is_near(tmp_path, monkeypatch):
     """With one row in the rollout all pairs are of that row: none is far, whatever was drawn."""
     fars = []
-    spy_on(monkeypatch, SND, "target_loss", lambda result, snd, frames, others, far: fars.append(far))
+    spy_on(monkeypatch, SND, "target_loss", lambda result, snd, pairs: fars.append(pairs["far"]))
     real = torch.randint
 
     def one_row(high, size, **options):
@@ -194,28 +195,25 @@ def test_predictor_learns_as_much_as_with_32_environments(tmp_path, monkeypatch)
     envs = Games(random_episodes(64, ends=("terminated", "truncated")), shape=SHAPE)
     metrics, _ = run(tmp_path, envs, num_envs=64, num_steps=1, minibatch_size=64, lr=(0.0,))
     (mask,) = [drawn < 0.5 for drawn in shares]
-    expected = (losses[2] * mask).sum() / mask.sum()  # after the first save's errors and the bonus
+    expected = (losses[1] * mask).sum() / mask.sum()  # after the bonus
     assert metrics["loss/predictor"] == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_predictor_learns_as_much_with_two_ranks(tmp_path, monkeypatch):
     """One rank of two, each with 32 environments: half of the errors."""
-    kept, learn_snd = [], ppo_atari_snd.learn_snd
-
-    def note(x):
-        kept.append(x)
-        return x
+    kept, learn = [], ppo_atari_snd.learn
 
     def learn_on_one_of_two(*args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ppo_atari_snd, "WORLD", 2)
-            patch.setattr(ppo_atari_snd, "mean_over_ranks", note)
-            return learn_snd(*args)
+            patch.setattr(ppo_atari_snd, "sum_over_ranks", lambda x: x)
+            spy_on(patch, ppo_atari_snd, "gradient", lambda result, *given: kept.append(given[3].sum().item()))
+            return learn(*args)
 
-    monkeypatch.setattr(ppo_atari_snd, "learn_snd", learn_on_one_of_two)
+    monkeypatch.setattr(ppo_atari_snd, "learn", learn_on_one_of_two)
     envs = Games(random_episodes(32, ends=("terminated", "truncated")), shape=SHAPE)
     run(tmp_path, envs, num_envs=32, num_steps=2, minibatch_size=64)
-    assert kept[0] == pytest.approx(64 * 8 / 2, abs=60)  # the number of errors that are kept; std 11
+    assert kept[1] == pytest.approx(64 * 8 / 2, abs=60)  # the number of errors that are kept; std 11
 
 
 def test_a_gradient_limit_of_0_is_off(tmp_path):
@@ -238,8 +236,8 @@ def test_bonus_and_training_error_have_one_precision():
     assert torch.equal(x, same) and x.dtype == torch.float32
     assert features.dtype == predicted.dtype == torch.bfloat16 and ours.dtype == torch.float32
     torch.testing.assert_close(ours, (features.float() - predicted.float()) ** 2, rtol=1e-6, atol=0)
-    snd.target_loss(frames, frames, torch.zeros(32)).backward()
-    assert seen["target"][1].dtype == torch.bfloat16
+    losses, _ = snd.target_loss(dict(first=frames, second=frames, far=torch.zeros(32)))
+    assert seen["target"][1].dtype == torch.bfloat16 and losses.dtype == torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------- one whole update
@@ -351,6 +349,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, paper, name):
     assert not any(list(rest) for rest in (rands, ints, orders))
     assert 0.02 < (bonus == 1).mean() < 0.98  # the limit was felt
     conftest.assert_metrics(metrics, losses, (ext, internal), goals.view(T, N, 2).numpy(), ~over, raw, bonus)
+    assert metrics["ext/reward"] == pytest.approx(reward[~over].mean(), rel=1e-6)  # a float32 reward
     predictor, goal = np.mean(novelty, axis=0)
     assert metrics["loss/predictor"] == pytest.approx(predictor, rel=1e-9)
     assert metrics["loss/target"] == pytest.approx(goal, rel=1e-9)
@@ -366,7 +365,13 @@ def test_games_begin_anew_after_the_warm_up(tmp_path, monkeypatch):
     """As in the reference: its steps are in no return or length."""
     shown = []
     spy_on(monkeypatch, Agent, "forward", lambda result, agent, x: shown.append(x.dtype))
-    envs = Games([[([1.0] * 10, "terminated")]] * N, shape=SHAPE)
+
+    class Fresh(Games):
+        def reset(self, **options):  # as RecordEpisodeStatistics
+            self.returns[:], self.lengths[:] = 0, 0
+            return super().reset()
+
+    envs = Fresh([[([1.0] * 10, "terminated")]] * N, shape=SHAPE)
     metrics, saved = run(tmp_path, envs, num_steps=16)
     assert set(shown) == {torch.uint8}
     assert (metrics["episode/count"], metrics["episode/return"], metrics["episode/length"]) == (N, 10, 10)
@@ -384,16 +389,27 @@ def test_minibatches_without_consecutive_frames_of_a_game_have_a_loss(tmp_path, 
 
 def test_what_is_refused(tmp_path):
     """One message that names the flag, or the frames, before anything is written."""
-    changes = [dict(minibatch_size=24), dict(minibatch_size=1), dict(num_envs=0), dict(warmup_steps=-1)]
-    changes += [dict(pairs=0), dict(eval_every=9), dict(int_clip=-1.0), dict(noop_max=1001), dict(noop_max=0)]
-    changes += [dict(predictor_share=1.5), dict(predictor_share=-1.0), dict(max_episode_steps=0), dict(frame_size=64)]
-    changes += [dict(ext_coef=-1.0), dict(eta=np.nan), dict(repeat_action_probability=2.0), dict(snd_features=0)]
+    changes = [dict(minibatch_size=24), dict(eval_every=9), dict(int_clip=-1.0), dict(noop_max=1001), dict(stack=65)]
+    changes += [dict(predictor_share=1.5), dict(max_episode_steps=2**31), dict(frame_size=64), dict(frame_channels=0)]
     for change in changes:
-        with pytest.raises(UsageError, match="--" + next(iter(change)).replace("_", "-")):
+        with pytest.raises(pydantic.ValidationError, match=next(iter(change)).replace("_", "[-_]")):
             run(tmp_path, fake(), **change)
-    with pytest.raises(UsageError, match="at least 4 pixels"):
+    with pytest.raises(UsageError, match="H, W >= 4"):
         run(tmp_path, fake((4, 3, 3)))
     assert not list(tmp_path.iterdir())
+
+
+def test_bonus_and_networks_see_all_channels_of_a_color_image(tmp_path, monkeypatch):
+    """--frame-channels 3: statistics, bonus and losses are of the last three channels, the newest of two frames."""
+    envs, shown = fake((6, 16, 16)), []
+    spy_on(monkeypatch, SND, "errors", lambda result, snd, frames: shown.append(frames))
+    spy_on(monkeypatch, SND, "target_loss", lambda result, snd, pairs: shown.extend([pairs["first"], pairs["second"]]))
+    _, saved = run(tmp_path, envs, frame_channels=3)
+    seen = np.stack([*envs.seen[1 : WARMUP + 1], *envs.seen[WARMUP + 1 : WARMUP + T + 1]])[:, :, 3:]
+    np.testing.assert_array_equal(saved["snd"]["frames.sums"][1], seen.sum((0, 1), dtype=float))
+    bonus, *others = shown
+    np.testing.assert_array_equal(bonus, seen[WARMUP:].reshape(T * N, 3, 16, 16))
+    assert len(others) > 2 and {frames.shape[1:] for frames in others} == {(3, 16, 16)}
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 4), (4, 16, 20)])
@@ -411,16 +427,43 @@ def test_bonus_without_a_limit(tmp_path):
     assert metrics["int/reward"] == pytest.approx(100 * metrics["int/reward_raw"]) and metrics["int/reward"] > 1
 
 
+def resume(tmp_path, envs, iterations):
+    """Continue the run -> its last metrics, the checkpoint."""
+    saved = ppo_atari_snd.load(str(tmp_path / "run"))
+    args = Args(**saved["args"] | dict(total_timesteps=iterations * T * N))
+    metrics = ppo_atari_snd.train(args, giving(envs), saved)
+    return metrics, torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+
+
 def test_a_resumed_run_continues_without_warming_up_again(tmp_path):
     """Weights, statistics of frames, Adam's state and rooms are those saved."""
     envs, again = fake(), fake()
     envs.rooms_ever = np.arange(256) == 7
     run(tmp_path, envs)
-    metrics, saved = run(tmp_path, again, iterations=2, resume=str(tmp_path / "run"))
+    metrics, saved = resume(tmp_path, again, 2)
     assert metrics["iteration"] == 2 and len(again.actions) == T
     assert saved["snd"]["frames.sums"][0, 0, 0, 0] == pytest.approx(N * (WARMUP + 2 * T) + 1e-4)
-    assert saved["rooms_ever"].nonzero().flatten().tolist() == [7]
+    assert saved["rooms_ever"].nonzero().flatten().tolist() == [7] and metrics["episode/rooms_ever"] == 1
     assert saved["optimizer"]["state"][0]["step"] == 2 * T * N // 16
+
+
+@pytest.mark.parametrize("steps", [1, WARMUP + 2])
+def test_a_run_stopped_in_its_first_iteration_warms_up_once(tmp_path, monkeypatch, steps):
+    """Ctrl-C in the warm-up or in the first rollout: the resumed run plays the random steps that are left."""
+    envs, again = fake(), fake()
+    step = envs.step
+
+    def stop(actions):
+        if len(envs.actions) == steps:
+            raise KeyboardInterrupt
+        return step(actions)
+
+    monkeypatch.setattr(envs, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, envs)
+    _, saved = resume(tmp_path, again, 1)
+    assert len(again.actions) == max(WARMUP - steps, 0) + T
+    assert saved["snd"]["frames.sums"][0, 0, 0, 0] == pytest.approx(N * (WARMUP + T) + 1e-4)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import ppo_procgen
 import pytest
 import torch
 import tyro
-from ppo_procgen import Agent, Args, UsageError, evaluate, next_kl_coef, sample, schedule, standardize, train
+from ppo_procgen import Agent, Args, evaluate, sample, schedule, standardize, train
 from run import OPENAI as FLAGS
 
 import conftest
@@ -16,9 +16,9 @@ from conftest import SAME_STEP, FakeVecEnv, Snow, giving, impala_network, random
 
 SHAPE = (3, 16, 16)
 SMALL = dict(num_envs=4, num_steps=16, minibatch_size=64, update_epochs=1, channels=(4, 4, 4), device="cpu")
-SMALL |= dict(eval_episodes=0, quiet=True, threads=1)
+SMALL |= dict(eval_episodes=0, threads=1)
 run = conftest.runner(ppo_procgen, SMALL)
-OPENAI = tyro.cli(Args, args=FLAGS.split())  # OpenAI's train-procgen, easy
+OPENAI = Args(**ppo_procgen.OPENAI)
 
 
 def network(shape=SHAPE, num_actions=4, **changes):
@@ -28,10 +28,13 @@ def network(shape=SHAPE, num_actions=4, **changes):
 # ------------------------------------------------------------------------------------------------------------- maths
 
 
-def test_next_kl_coef():
-    assert next_kl_coef(0.2, 0.021, 0.01) == pytest.approx(0.3)
-    assert next_kl_coef(0.2, 0.0049, 0.01) == pytest.approx(0.1)
-    assert next_kl_coef(0.2, 0.01, 0.01) == next_kl_coef(0.2, 0.02, 0.01) == next_kl_coef(0.2, 0.005, 0.01) == 0.2
+@pytest.mark.parametrize("share, factor", [(0.49, 1.5), (0.51, 1), (1.9, 1), (2.1, 0.5)])
+def test_the_weight_of_the_kl_follows_its_target(tmp_path, share, factor):
+    """RLlib's rule: larger above twice the target, smaller below half of it."""
+    kl = run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP), name="kl", update_epochs=3)[0]["train/kl"]
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    _, saved = run(tmp_path, envs, update_epochs=3, kl_target=kl * share)
+    assert kl > 0 and saved["kl_coef"] == pytest.approx(0.2 * factor)
 
 
 def test_advantages_without_spread_are_not_blown_up():
@@ -43,10 +46,10 @@ def test_lr_schedule():
     table = {0: 1e-4, 250_000: 4.5e-4, 500_000: 8e-4, 1_000_000: 1e-4, 3_500_000: 1.25e-4, 8e6: 3e-5, 99e6: 3e-5}
     for step, rate in table.items():
         assert schedule(step, Args().lr) == pytest.approx(rate)
-    assert schedule(0, (5e-4,)) == schedule(10**9, (5e-4,)) == 5e-4
+    assert schedule(0, Args(lr=5e-4).lr) == schedule(10**9, Args(lr=5e-4).lr) == 5e-4
     for wrong in ((1, 2, 3), (5, 1e-4, 2, 1e-3), (1, 1e-4, 1, 2e-4), ()):
-        with pytest.raises(UsageError, match="--lr"):
-            schedule(0, wrong)
+        with pytest.raises(ValueError, match="lr"):
+            Args(lr=wrong)
 
 
 def test_sample_follows_softmax():
@@ -77,36 +80,26 @@ def test_normalized_rewards_are_clipped():
     assert got[-2:] == [10, -10]
 
 
-def normalized(normalizer, rewards, dones):
-    return torch.stack([normalizer(*row) for row in zip(rewards, dones, strict=True)])
-
-
-def test_a_restored_normalizer_goes_on_as_if_never_stopped():
-    """Sums and the returns of each environment; a resume that restarted them would let the divisor grow."""
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.rand(400, 4, generator=generator, dtype=torch.float64)
-    dones = (torch.rand(400, 4, generator=generator) < 0.01).double()
-    expected = normalized(ppo_procgen.RewardNormalizer(0.99, 4), rewards, dones)
+def test_a_restored_normalizer_divides_as_before(tmp_path):
+    """Its sums are saved: a resumed run divides by the std of all returns, whose accumulators start at 0."""
+    rewards, zeros = torch.rand(400, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(4)
     first, second = (ppo_procgen.RewardNormalizer(0.99, 4) for _ in range(2))
-    normalized(first, rewards[:200], dones[:200])
-    second.restore(first.sums, first.returns)
-    np.testing.assert_allclose(normalized(second, rewards[200:], dones[200:]), expected[200:], rtol=1e-9)
-
-
-def test_a_normalizer_of_other_environments_takes_the_returns_over():
-    """Returns that restarted at 0 would pull the std down."""
-    first, second = ppo_procgen.RewardNormalizer(0.75, 4), ppo_procgen.RewardNormalizer(0.75, 6)
-    normalized(first, torch.ones(300, 4), torch.zeros(300, 4))
-    first.returns = torch.arange(4.0, dtype=torch.float64)
-    second.restore(first.sums, first.returns)
-    assert second.returns.tolist() == [0, 1, 2, 3, 0, 1] and second.sums.equal(first.sums)
+    for reward in rewards:
+        last = first(reward, zeros)
+    second.load_state_dict(first.state_dict())
+    assert not second.returns.any() and second.sums.equal(first.sums)
+    torch.testing.assert_close(second(rewards[-1], zeros), last, rtol=0.01, atol=0)
+    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
+    assert run(tmp_path, envs, norm_reward=0.9)[1]["normalizer"]["sums"][0] == pytest.approx(64 + 1e-4)
 
 
 def test_a_clip_of_zero_is_off():
     """Ratios and values far from the old ones count in full."""
     rows = dict(logits=torch.tensor([[0.0, 5.0]]), action=torch.tensor([0]), advantage=torch.ones(1))
     rows |= dict(value=torch.zeros(1), target=torch.full((1,), 100.0))
-    terms = ppo_procgen.ppo_terms(torch.zeros(1, 2), torch.full((1,), 90.0), rows, clip=0, vf_clip=0)
+    args = Args(clip=0, vf_clip=0)
+    outputs = torch.zeros(1, 2), torch.full((1,), 90.0)
+    _, terms = ppo_procgen.ppo_loss(lambda obs: outputs, rows | {"obs": None}, 0, 0, args)
     ratio = 0.5 * (1 + math.exp(5))
     assert terms["loss/policy"].item() == pytest.approx(-ratio, rel=1e-5) and terms["train/clip_frac"].item() == 0
     assert terms["loss/value"].item() == 100
@@ -211,19 +204,32 @@ def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
 def test_defaults_match_reference_table():
     """The final configuration of the competition entry."""
     args, expected = Args(), dict(num_envs=48, num_steps=200, minibatch_size=1024, update_epochs=3, gamma=0.99)
-    expected |= dict(gae_lambda=0.9, clip=0.2, vf_clip=30, vf_coef=0.5, kl_coef=0.2, kl_target=0.01, ent_coef=(0.01,))
+    expected |= dict(gae_lambda=0.9, clip=0.2, vf_clip=30, vf_coef=0.5, kl_coef=0.2, kl_target=0.01, ent_coef=(0, 0.01))
     expected |= dict(norm_reward=0, reshuffle=False, norm_adv="rollout", input_shift=128, ortho_heads=False)
     expected |= dict(max_grad_norm=0, adam_eps=1e-8, channels=(32, 64, 64), pool="avg", stack="gap", num_levels=0)
     expected |= dict(start_level=0, distribution_mode="easy", total_timesteps=8_000_000)
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-def test_flags_given_anew_win_over_what_is_saved(tmp_path):
-    """Here --kl-coef 0 and --adam-eps."""
-    run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP))
-    options = dict(resume=str(tmp_path / "run"), kl_coef=0, adam_eps=1e-3)
-    _, saved = run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP), 2, **options)
-    assert saved["kl_coef"] == 0 and saved["optimizer"]["param_groups"][0]["eps"] == 1e-3
+def test_flags_given_at_a_resume_win(tmp_path):
+    """A new --kl-coef; an adapted weight continues otherwise."""
+    _, saved = run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP))
+    for kl_coef, expected in (0.2, saved["kl_coef"] / 2), (0, 0):
+        loaded = ppo_procgen.load(str(tmp_path / "run"))
+        args = Args(**loaded["args"] | dict(kl_coef=kl_coef, kl_target=1e9, total_timesteps=128))
+        train(args, giving(FakeVecEnv(random_episodes(4), SAME_STEP)), loaded)
+        assert torch.load(tmp_path / "run" / "checkpoint.pt")["kl_coef"] == expected
+        torch.save(saved, tmp_path / "run" / "checkpoint.pt")
+
+
+def test_preset():
+    """--preset openai: the flags that the committed results name; those given win; --resume excludes it."""
+    assert replace(OPENAI, total_timesteps=8_000_000) == tyro.cli(Args, args=FLAGS.split())
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_procgen, "train", lambda args, *rest: seen.append(args))
+        assert ppo_procgen.main("--preset openai --num-levels 200 --gamma 0.5".split()) == 0
+    assert seen == [replace(OPENAI, num_levels=200, gamma=0.5)]
 
 
 # ------------------------------------------------------------------------------------------------- games and metrics
@@ -253,24 +259,25 @@ def test_splits(monkeypatch):
     made, seeds = [], []
     nothing = type("Nothing", (), {"close": lambda self: None})()
 
-    def make_envs(args, num_envs, stream):
-        made.append((stream, num_envs))
+    def make_envs(args, num_envs, seed, test=False):
+        made.append((test, num_envs))
+        seeds.append(seed)
         return nothing
 
-    games = [10.0, 20.0, 30.0], [1, 2, 3]
-    monkeypatch.setattr(ppo_procgen, "play", lambda agent, envs, count, seed, *rest: seeds.append(seed) or games)
+    episodes = [(0, 10.0, 1), (1, 20.0, 2), (2, 30.0, 3)]
+    monkeypatch.setattr(ppo_procgen, "play", lambda agent, envs, count, seed: seeds.append(seed) or episodes)
     splits = evaluate(None, Args(num_levels=5, eval_episodes=100), make_envs)
-    assert made == [("train", 50), ("test", 50)]
+    assert made == [(False, 50), (True, 50)] and list(splits) == ["train", "test"]
     assert splits["test"]["mean"] == 20 and splits["test"]["stderr"] == pytest.approx(10 / math.sqrt(3))
-    assert list(evaluate(None, Args(eval_episodes=3, seed=2), make_envs)) == ["test"] and made[2] == ("test", 3)
-    assert len({*seeds, 1, 2}) == 5
+    assert list(evaluate(None, Args(eval_episodes=3, seed=2), make_envs)) == ["test"] and made[2] == (True, 3)
+    assert len({*seeds, 1, 2}) == 8
 
 
 @pytest.mark.slow
 def test_learns_a_real_game(tmp_path):
     """One level of starpilot, narrow network, 61,440 steps: random play 0.3 +- 0.04, trained 5.8 +- 0.2, 100 s."""
     options = dict(env_id="starpilot", num_levels=1, stack="none", channels=(8, 16, 16), num_envs=32, num_steps=64)
-    options |= dict(minibatch_size=512, total_timesteps=61_440, lr=(1e-3,), eval_episodes=100, quiet=True)
+    options |= dict(minibatch_size=512, total_timesteps=61_440, lr=(1e-3,), eval_episodes=100)
     args, threshold = Args(**options, run_dir=str(tmp_path), run_name="run"), 3.0
     random_play = evaluate(network((3, 64, 64), 15, channels=(8, 16, 16)), args)["train"]
     assert random_play["mean"] + 5 * random_play["stderr"] < threshold

@@ -1,16 +1,13 @@
 """benchmark/report.py: the tables agree with the results."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
+import report
+import run
 
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import report  # noqa: E402
-import run  # noqa: E402
 
 RUNS = ("run0", "run1", "run2")
 CURVE = ((4_000_000, 1.0, 2), (7_996_800, 3.0, 1))
@@ -59,13 +56,8 @@ def test_folder_of_results(tmp_path, capsys):
     (bigfish,), (coinrun,) = (rows(text, f"gpu, `ppo_procgen/{game}`") for game in ("bigfish", "coinrun"))
     assert bigfish[:4] == ["gpu, `ppo_procgen/bigfish` (test)", "7,996,800", "1 seed", "12.00 (± 0.50 over episodes)"]
     assert bigfish[5].startswith("10.33 ± 0.48, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[5]
-    assert bigfish[6] == "-7.33, -14.28"  # of training, 3.0, and of the evaluation
+    assert bigfish[6] == "-7.33, -14.28" and "starpilot" not in text  # of training, 3.0, and of the evaluation
     assert coinrun[2:4] == ["0 seeds, 1 failed", "failed: ppo_procgen.py: no memory / left"]
-    assert "starpilot" not in text
-    done = report.filled(
-        "a\n<!-- results -->\nold\n<!-- end of results -->\nb", dict(results=report.finished), tmp_path
-    )
-    assert done.startswith("a\n<!-- results -->\n| ") and "old" not in done and done.endswith("-->\nb")
     with pytest.raises(SystemExit):
         report.main(["--results", str(tmp_path / "nowhere")])
     assert "no such folder" in capsys.readouterr().err
@@ -104,16 +96,6 @@ def test_logs_of_sixteen_games():
         means = [np.mean(tenth) for tenth in tenths]
         assert np.mean(means) == pytest.approx(one["theirs"], abs=1e-4)
         assert np.std(means, ddof=1) == pytest.approx(one["deviation"], abs=2e-4)
-
-
-@pytest.mark.parametrize("share, freedom", [(0.9, 11), (0.0, 10)])
-def test_degrees_of_freedom_of_the_normalized_mean(share, freedom):
-    """Welch and Satterthwaite's, of sixteen games with three runs each; the page derives its limit of 2.6 from them."""
-    variances = []
-    for one in report.sixteen():
-        means = [report.mean_after(share, one["steps"], run) for run in one["runs"]]
-        variances.append(np.var(means, ddof=1) / (one["high"] - one["low"]) ** 2)
-    assert round(sum(variances) ** 2 / sum(x**2 / 2 for x in variances)) == freedom
 
 
 def test_statistics_of_updates(tmp_path):
@@ -173,19 +155,18 @@ def test_picture_has_all_settings(tmp_path, monkeypatch):
     assert len({line.get_color() for line in ours}) == 6
 
 
-@pytest.mark.parametrize("content", ["", '{"command": "pyth', "[1", "null"])
-def test_damaged_files_are_named(tmp_path, capsys, content):
-    """An empty or half JSON is named and left out, and the rest is reported."""
+def test_damaged_files_are_named(tmp_path, capsys):
+    """An empty or half JSON or one of no object is named and left out, and the rest is reported."""
     write(tmp_path, "ppo_procgen/bigfish/seed1", 12.0)
-    damaged = [tmp_path / name for name in ("gpu/ppo_procgen/coinrun/seed1.json", "speed/x.json", "floor/x.json")]
-    for path in damaged:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+    damaged = {"gpu/ppo_procgen/coinrun/seed1.json": "", "speed/x.json": '{"command": "pyth', "floor/x.json": "null"}
+    for name, content in damaged.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
     assert report.main(["--results", str(tmp_path)]) == 0
     assert "12.00" in (tmp_path / "README.md").read_text()
     assert len(report.speed_table(tmp_path)) == len(report.floor_table(tmp_path)) == 2
     printed = capsys.readouterr().err
-    assert all(str(path) in printed for path in damaged) and "bigfish" not in printed
+    assert all(str(tmp_path / name) in printed for name in damaged) and "bigfish" not in printed
 
 
 def test_seeds(tmp_path):
@@ -213,9 +194,6 @@ def test_seeds(tmp_path):
     assert row[2:4] == ["2 seeds, 1 failed", "1.00, 2.00"] and row[4] == "1.75, 2.75 (8 episodes)"
     write_seed(tmp_path, 3, 99.0, command="python ppo_procgen.py --env-id starpilot --lr 1e-1")
     assert starpilot(tmp_path)[2:4] == ["2 seeds", "1.00, 2.00"]  # nor of one with earlier flags
-    write_seed(tmp_path, 3, 99.0, curve=((100, 1.0, 5),))
-    row = starpilot(tmp_path)  # no episode ended at its end
-    assert row[2] == "3 seeds" and row[4] == "1.75, 2.75 (8 episodes, 2 of 3 seeds)"
 
 
 def test_speed_has_a_column_for_each_machine(tmp_path):
@@ -238,12 +216,6 @@ def test_speed_has_a_column_for_each_machine(tmp_path):
     assert "| CPU (AVX2), 2 cores | 1111111 |" in text and "| CPU, 16 cores, GPU X | 1111111 |" in text
 
 
-def test_running_mean():
-    """Over the fewest last rows with enough episodes; over all of them at the start."""
-    rows = [(10, 1.0, 60), (20, 4.0, 60), (30, 7.0, 40), (40, 1.0, 100)]
-    assert report.running_mean(rows) == ([10, 20, 30, 40], [1.0, 2.5, 5.2, 1.0])
-
-
 def test_smooth():
     """Each window has its last step and the mean over its episodes."""
     rows = [(10, 1.0, 3), (90, 5.0, 1), (110, 7.0, 2)]
@@ -264,7 +236,5 @@ def test_published_numbers():
     for split, name in (("train", "train200_PPO"), ("test", "test_full_PPO")):
         (found,) = report.published(openai, split, 25_000_000, points)
         assert found.score == tenths["procgen", "coinrun", name][25_001_984]
-    last = (25_001_984, points["procgen", "coinrun", "train200_PPO"][25_001_984])
-    assert report.checkpoints(openai, 25_000_000, points)[0][1][-1] == last
     (one_million,) = run.jobs_of("two_cores", "ppo_procgen-openai/starpilot/seed1")  # --num-levels 0: all of them
     assert report.published(one_million, "test", 1_000_000, points)[0].how == "in training, 3 runs"

@@ -12,13 +12,14 @@ import importlib
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark" / "variants")]
-NO_SETTING = "run_dir run_name resume quiet device threads torch_threads env_threads".split()
+NO_SETTING = "run_dir run_name device threads".split()
 CARD = """---
 {metadata}
 ---
@@ -32,8 +33,8 @@ After {step:,} environment steps; actions are sampled and scores are not clipped
 {film}
     {command}
 
-Code: revision {revisions}. Packages: {packages}. CPU: {cpu}, GPU: {gpu}.
-The command leaves out flags that equal the defaults of the revision that wrote this card.
+{file} is a copy of the code that ran. Packages: {packages}.
+The command leaves out flags that equal the present defaults.
 With these files in FOLDER, `python benchmark/evaluate.py FOLDER` plays the agent.
 """
 
@@ -42,17 +43,22 @@ class UsageError(ValueError):
     """A mistake the user can fix: `main` prints it in one line and returns 2."""
 
 
+def script_of(run: Path, command: list[str]) -> str:
+    """The script or variant of a run: a run that was started from Python has only a copy of it."""
+    names = [Path(command[0]).stem, *(path.stem for path in run.glob("*.py"))]
+    for name in names:
+        if any((folder / f"{name}.py").exists() for folder in (ROOT, ROOT / "benchmark/variants")):
+            return name
+    raise UsageError(f"made by {names[-1]}.py, which is not here")
+
+
 def command_of(script: str, args: dict, ranks: int) -> str:
     """What a user would type: the flags that differ from the script's present defaults."""
-    if not any(
-        (folder / f"{script}.py").exists() for folder in (ROOT, ROOT / "benchmark/variants")
-    ):
-        raise UsageError(f"made by {script}.py, which is not here")
     module = importlib.import_module(script)
     start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
     words = [*start, str(Path(module.__file__).resolve().relative_to(ROOT))]
     module = getattr(module, "script", module)  # a variant without its own Args
-    defaults = json.loads(json.dumps(vars(module.Args())))  # tuples become lists
+    defaults = json.loads(json.dumps(asdict(module.Args())))  # tuples become lists
     for name, value in args.items():
         if name in NO_SETTING or value == defaults.get(name):
             continue
@@ -64,10 +70,9 @@ def command_of(script: str, args: dict, ranks: int) -> str:
     return " ".join(words)
 
 
-def card(parts: list[dict], evaluation: dict, film: Path | None) -> str:
-    """The text of README.md; parts: of config.json, one per start or resume."""
-    last = parts[-1]
-    script, game = last["script"], last["args"]["env_id"]
+def card(run: Path, config: dict, evaluation: dict, film: Path | None) -> str:
+    """The text of README.md; config: of the run's last start."""
+    script, game = script_of(run, config["command"]), config["args"]["env_id"]
     rows = []
     result = {"task": {"type": "reinforcement-learning"}, "dataset": {"type": game, "name": game}}
     result["metrics"] = []
@@ -78,8 +83,6 @@ def card(parts: list[dict], evaluation: dict, film: Path | None) -> str:
         rows.append(f"| {split} | {score} | {len(scores['returns'])} |")
     metadata = {"library_name": "pytorch", "tags": ["reinforcement-learning", script, game]}
     metadata["model-index"] = [{"name": script, "results": [result]}]
-    packages = last.get("packages") or {"torch": last["torch"]}  # the first edition
-    revisions = dict.fromkeys(str(part["git"]) for part in parts)
     return CARD.format(
         metadata=json.dumps(metadata, indent=1, ensure_ascii=False),  # JSON is YAML
         script=script,
@@ -87,11 +90,9 @@ def card(parts: list[dict], evaluation: dict, film: Path | None) -> str:
         step=evaluation["step"],
         table="\n".join(rows),
         film="\n[A film](replay.mp4)\n" if film else "",
-        command=command_of(script, last["args"], last["ranks"]),
-        revisions=", then ".join(revisions),
-        packages=", ".join(f"{name} {version}" for name, version in packages.items()),
-        cpu=last["cpu"],
-        gpu=last["gpu"],
+        command=command_of(script, config["args"], config["ranks"]),
+        file=", ".join(path.name for path in run.glob("*.py")),
+        packages=", ".join(f"{name} {version}" for name, version in config["versions"].items()),
     )
 
 
@@ -101,22 +102,24 @@ def write(run: Path, film: Path | None, folder: Path):
         raise UsageError(f"--film {film}: no such file")
     try:
         evaluation = json.loads((run / "eval.json").read_text())
-        parts = json.loads((run / "config.json").read_text())
-        parts = parts if isinstance(parts, list) else [parts]  # the first edition wrote one part
+        configs = sorted(run.glob("config-*.json"), key=lambda path: int(path.stem[7:]))
+        config = json.loads(configs[-1].read_text())
         checkpoint = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-        evaluation["splits"], evaluation["step"], parts[-1]["args"]["env_id"], parts[-1]["script"]
+        evaluation["splits"], evaluation["step"], config["args"]["env_id"], config["command"][0]
         step = checkpoint["step"]
     except Exception as error:  # a damaged or foreign file can raise nearly anything
-        wanted = "eval.json, config.json and checkpoint.pt"
+        wanted = "eval.json, config-<step>.json and checkpoint.pt"
         raise UsageError(f"{run}: no readable {wanted}, {error!r}") from None
     if step != evaluation["step"]:
         raise UsageError(f"eval.json is of step {evaluation['step']}, checkpoint.pt of {step}")
     film = film or next(run.glob("*.mp4"), None)
-    text = card(parts, evaluation, film)
+    text = card(run, config, evaluation, film)
     folder.mkdir(exist_ok=True)
     (folder / "README.md").write_text(text)
-    for name in ("checkpoint.pt", "config.json", "eval.json", "metrics.csv"):
+    for name in ("checkpoint.pt", "eval.json", "metrics.csv"):
         shutil.copy(run / name, folder)
+    for path in (*configs, *run.glob("*.py")):
+        shutil.copy(path, folder)
     if film:
         shutil.copy(film, folder / "replay.mp4")  # the name that the Hub shows
     else:

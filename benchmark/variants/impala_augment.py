@@ -9,8 +9,9 @@ Not measured; the entry has no score of IMPALA with or without it.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic.dataclasses import dataclass
 
 from procgen_augment import Augmented, Flags
 
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import impala_procgen as script
 
 
-@dataclass
+@dataclass(config=script.CONFIG)
 class Args(Flags, script.Args):
     pass
 
@@ -31,7 +32,6 @@ script.SCRIPT = "impala_augment"
 script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
-script.AT_MOST_1 += ["augment_chance"]
 
 if __name__ == "__main__":
     sys.exit(script.main())

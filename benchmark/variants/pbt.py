@@ -19,13 +19,16 @@ import importlib
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+import pydantic
 import ray
 import tyro
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 
@@ -34,18 +37,25 @@ sys.path.insert(0, ROOT)
 SCRIPTS = ("appo_atari", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "ppo_procgen")
 
 
-@dataclass
+@dataclass(config={"allow_inf_nan": False, "hide_input_in_errors": True})
 class Options:
     script: tyro.conf.Positional[Literal[*SCRIPTS]]  # its own flags come last, after --
     folder: tyro.conf.Positional[str]  # new folder for the trials
-    population: int = 4  # trials, at least 2 (Sample Factory's two policies: 2)
-    slices: int = 20  # slices per trial
-    slice_steps: int = 500_000  # environment steps per slice
-    lr: tuple[float, float] = (5e-5, 1e-3)  # range of the learning rates, drawn log-uniformly
-    ent_coef: tuple[float, float] = (1e-4, 3e-2)  # range of the entropy weights, likewise
-    cpus: int = 1  # cores per trial
-    gpus: float = 0  # GPU share per trial; with 0 Ray hides the GPUs
+    population: Annotated[int, Field(ge=2)] = 4  # trials (Sample Factory's two policies: 2)
+    slices: PositiveInt = 20  # slices per trial
+    slice_steps: PositiveInt = 500_000  # environment steps per slice
+    lr: tuple[PositiveFloat, PositiveFloat] = (5e-5, 1e-3)
+    """range of the learning rates, drawn log-uniformly"""
+    ent_coef: tuple[PositiveFloat, PositiveFloat] = (1e-4, 3e-2)
+    """range of the entropy weights, likewise"""
+    cpus: PositiveInt = 1  # cores per trial
+    gpus: NonNegativeFloat = 0  # GPU share per trial; with 0 Ray hides the GPUs
     address: str = ""  # of a Ray cluster; "" = only this machine
+
+    def __post_init__(self):
+        for name, (low, high) in {"lr": self.lr, "ent-coef": self.ent_coef}.items():
+            if low > high:
+                raise ValueError(f"--{name} {low} {high}: must be two rising numbers")
 
 
 class UsageError(ValueError):
@@ -69,13 +79,9 @@ class Trial(tune.Trainable):
 
     def step(self):
         start = self.iteration * self.slice_steps
-        args = replace(self.args, total_timesteps=start + self.slice_steps)
-        args.lr = (self.config["lr"],)
-        args.ent_coef = (self.config["ent_coef"],)
-        saved = None
-        if start:
-            args.resume = str(self.run)
-            saved = self.script.load_checkpoint(args.resume)  # so that args win over its flags
+        numbers = {"lr": self.config["lr"], "ent_coef": self.config["ent_coef"]}
+        args = replace(self.args, total_timesteps=start + self.slice_steps, **numbers)
+        saved = self.script.load(str(self.run)) if start else None
         step = self.script.train(args, saved=saved)["step"]
         return {"step": step, "score": mean_return(self.run, start)}
 
@@ -100,24 +106,13 @@ def set_up(options: Options, folder: Path, words: list[str]) -> tuple[dict, dict
     """Check everything and start Ray -> the trials' flags, the numbers that Tune changes."""
     script = importlib.import_module(options.script)
     args = tyro.cli(script.Args, args=words)
-    for name, low in {"population": 2, "slices": 1, "slice_steps": 1, "cpus": 1, "gpus": 0}.items():
-        if not getattr(options, name) >= low:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {getattr(options, name)}: must be at least {low}")
-    for name in ("lr", "ent_coef"):
-        low, high = getattr(options, name)
-        if not 0 < low <= high < np.inf:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {low} {high}: must be two rising positive numbers")
-    if args.resume:
-        raise UsageError("--resume: the trials are new runs")
     if folder.exists():
         raise UsageError(f"{folder}: exists already")
-    args = replace(args, run_dir=str(folder), eval_episodes=0, eval_every=0, quiet=True)
-    args.threads = args.threads or options.cpus
+    own = {"run_dir": str(folder), "eval_episodes": 0, "eval_every": 0}
+    own["threads"] = args.threads or options.cpus
     if hasattr(args, "anneal_lr"):
-        args.anneal_lr = False  # it would restart in every slice
-    script.prepare(replace(args, total_timesteps=options.slice_steps), None)  # raises UsageError
+        own["anneal_lr"] = False  # it would restart in every slice
+    args = replace(args, total_timesteps=options.slice_steps, **own)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray reports every start
     try:
         ray.init(options.address or "local", log_to_driver=False)
@@ -129,7 +124,7 @@ def set_up(options: Options, folder: Path, words: list[str]) -> tuple[dict, dict
         ray.shutdown()
         raise UsageError(f"{folder}: {error}") from None
     numbers = {name: tune.loguniform(*getattr(options, name)) for name in ("lr", "ent_coef")}
-    return vars(args), numbers
+    return asdict(args), numbers
 
 
 def main(argv=None) -> int:
@@ -139,9 +134,7 @@ def main(argv=None) -> int:
     folder = Path(options.folder).absolute()
     try:
         flags, numbers = set_up(options, folder, argv[split + 1 :])
-    except ValueError as error:
-        if type(error).__name__ != "UsageError":  # the script has its own class of that name
-            raise
+    except (UsageError, pydantic.ValidationError) as error:
         print("pbt.py:", *str(error).split(), file=sys.stderr)
         return 2
     np.random.seed(flags["seed"])  # for the first numbers; Ray's later draws are not reproducible

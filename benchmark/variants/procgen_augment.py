@@ -20,12 +20,12 @@ Not measured. Departures from the entry:
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ppo_procgen as script
@@ -33,14 +33,14 @@ import ppo_procgen as script
 Move = Literal["flip", "rotate", "crop", "translate", "pad_crop"]
 
 
-@dataclass
+@dataclass(config=script.CONFIG)
 class Flags:
     augment: tuple[Move, ...] = ("flip", "translate")  # moves of a row's frames, in this order
-    augment_chance: float = 0.3  # probability of each move, per row
+    augment_chance: script.Share = 0.3  # probability of each move, per row
     augment_draw: Literal["once", "anew"] = "once"  # draw a row's moves once, or in every epoch
 
 
-@dataclass
+@dataclass(config=script.CONFIG)
 class Args(Flags, script.Args):
     pass
 
@@ -120,7 +120,6 @@ script.SCRIPT = "procgen_augment"
 script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
-script.AT_MOST_1 += ["augment_chance"]
 
 if __name__ == "__main__":
     sys.exit(script.main())

@@ -21,21 +21,23 @@ short by its time limit) and 0.68 without it, one run each (its LOGS.md).
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import torch
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ppo_procgen as script
 
 
-@dataclass
+@dataclass(config=script.CONFIG)
 class Args(script.Args):
-    rnd_coef: float = 1  # weight of the bonus in the reward; 0 = off
-    rnd_clip: float = 2
+    rnd_coef: NonNegativeFloat = 1  # weight of the bonus in the reward; 0 = off
+    rnd_clip: NonNegativeFloat = 2
     """largest bonus of a step, before its weight; 0 = no limit (10 with --rnd-norm)"""
     rnd_norm: bool = True  # first divide it by the running std of its sums discounted by --gamma
 
@@ -46,45 +48,35 @@ class Curious(gym.vector.VectorWrapper):
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__(envs)
         self.args = args
-        self.device = script.set_up(args)
+        _, _, self.device = script.set_up(args, None)
         torch.manual_seed(script.stream_seed(args.seed, "rnd"))  # the same on all ranks
         obs_shape = envs.single_observation_space.shape
         half = replace(args, channels=tuple(max(1, x // 2) for x in args.channels), pool="avg")
         self.target = script.Agent(obs_shape, 1, half).to(self.device).requires_grad_(False)
         self.predictor = script.Agent(obs_shape, 256, half).to(self.device)  # its logits predict
+        self.predictor.value = torch.nn.Identity()  # a value has no loss, so no gradient
         self.optimizer = torch.optim.Adam(self.predictor.parameters(), lr=1e-4)
         self.normalizer = script.RewardNormalizer(args.gamma, envs.num_envs)
+        # Unlike the returns of episodes, the sums run through ends, so they are saved
+        self.normalizer.register_buffer("returns", self.normalizer.returns)
+        self.parts = {
+            "rnd_target": self.target,
+            "rnd_predictor": self.predictor,
+            "rnd_optimizer": self.optimizer,
+            "rnd_normalizer": self.normalizer,
+        }
         self.obs, _ = envs.reset()  # to act on next; the script's reset continues these episodes
         self.seen = []  # observations of the present rollout, each (N, C, H, W)
         self.bonuses = []
 
-    def state(self) -> dict:
-        """What a checkpoint has to hold."""
-        normalizer = {"sums": self.normalizer.sums, "returns": self.normalizer.returns}
-        return {
-            "rnd_target": self.target.state_dict(),
-            "rnd_predictor": self.predictor.state_dict(),
-            "rnd_optimizer": self.optimizer.state_dict(),
-            "rnd_normalizer": normalizer,
-        }
-
-    def restore(self, saved: dict):
-        if "rnd_target" not in saved:
-            raise script.UsageError(f"--resume {self.args.resume}: not a run of {script.SCRIPT}.py")
-        self.target.load_state_dict(saved["rnd_target"])
-        self.predictor.load_state_dict(saved["rnd_predictor"])
-        self.optimizer.load_state_dict(saved["rnd_optimizer"])
-        self.normalizer.restore(**saved["rnd_normalizer"])
-
     def errors(self, obs):
         """uint8 (B, C, H, W) -> squared errors, means over features, (B,): bonus and loss."""
-        obs = torch.from_numpy(obs).to(self.device)
         features = self.target.features((obs.float() - self.args.input_shift) / 255)
         return (self.predictor(obs)[0] - self.target.hidden(features)).square().mean(1)
 
     def step(self, actions):
         with torch.no_grad():
-            bonus = self.errors(self.obs).cpu()
+            bonus = self.errors(torch.from_numpy(self.obs).to(self.device)).cpu()
         if self.args.rnd_norm:
             bonus = self.normalizer(bonus, torch.zeros(len(bonus)))  # sums run through episode ends
         bonus = bonus.clamp(max=self.args.rnd_clip or math.inf).mul(self.args.rnd_coef).numpy()
@@ -96,18 +88,16 @@ class Curious(gym.vector.VectorWrapper):
         return self.obs, reward + bonus, *rest
 
     def learn(self):
-        rows = np.concatenate(self.seen)
-        on_cpu = self.device.type == "cpu"
-        micro_batch = self.args.micro_batch or (64 if on_cpu else self.args.minibatch_size)
+        obs = torch.from_numpy(np.concatenate(self.seen))
+
+        def loss(rows):
+            return self.errors(rows["obs"].to(self.device)), {}
+
         for _ in range(self.args.update_epochs):
-            for minibatch in torch.randperm(len(rows)).split(self.args.minibatch_size):
-                self.optimizer.zero_grad()
-                for piece in minibatch.split(micro_batch):
-                    loss = self.errors(rows[piece.numpy()]).sum() / len(minibatch)
-                    loss.backward()
-                for weights in self.predictor.parameters():
-                    if weights.grad is not None:  # the value head has no loss
-                        weights.grad = script.mean_over_ranks(weights.grad)
+            for chosen in torch.randperm(len(obs)).split(self.args.minibatch_size):
+                weight = torch.ones(len(chosen), device=self.device)
+                minibatch = {"obs": obs[chosen]}
+                script.gradient(self.predictor, loss, minibatch, weight, self.args.micro_batch)
                 self.optimizer.step()
         self.mean_bonus = float(np.mean(self.bonuses))
         self.seen, self.bonuses = [], []
@@ -117,22 +107,30 @@ plain_envs = script.make_envs
 curious = None  # the training environments; their networks are saved with the run
 
 
-def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
+def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.vector.VectorEnv:
+    """The script's environments; those of the training pay the bonus."""
     global curious
-    envs = plain_envs(args, num_envs, stream)
-    if stream.startswith("training"):
-        envs = curious = Curious(envs, args)
-        if args.resume:
-            curious.restore(script.load_checkpoint(args.resume))
-    return envs
+    envs = plain_envs(args, num_envs, seed, test)
+    if seed in [script.stream_seed(args.seed, split) for split in ("train", "test")]:
+        return envs  # of an evaluation
+    curious = Curious(envs, args)
+    return curious
 
 
 class Run(script.Run):
+    def __init__(self, args: Args, saved: dict | None, device: torch.device):
+        if saved and "rnd_target" not in saved:
+            raise script.UsageError(f"--resume {saved['folder']}: not a run of {script.SCRIPT}.py")
+        if saved:
+            for name, part in curious.parts.items():
+                part.load_state_dict(saved[name])
+        super().__init__(args, saved, device)
+
     def log(self, metrics: dict):
         super().log(metrics | {"int/reward": curious.mean_bonus})
 
-    def save(self, name: str, state: dict, outputs):
-        super().save(name, state | curious.state(), outputs)
+    def save(self, name: str, parts: dict, **counters):
+        super().save(name, parts | curious.parts, **counters)
 
 
 script.SCRIPT = "procgen_rnd"

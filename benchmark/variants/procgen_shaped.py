@@ -28,9 +28,9 @@ def shape(reward):
     return np.sign(reward) * (np.sqrt(np.abs(reward) + 1) - 1) + 0.001 * reward
 
 
-def make_envs(args: Args, num_envs: int, stream: str) -> gym.vector.VectorEnv:
+def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.vector.VectorEnv:
     """The script's environments, which report their episodes before the rewards are shaped."""
-    return TransformReward(plain_envs(args, num_envs, stream), shape)
+    return TransformReward(plain_envs(args, num_envs, seed, test), shape)
 
 
 script.SCRIPT = "procgen_shaped"

@@ -1,4 +1,4 @@
-"""ppo_atari_rnd.py with a Differentiable Neural Computer (DNC) in the place of the policy's GRU.
+"""rnd_recurrent.py with a Differentiable Neural Computer (DNC) in the place of the policy's GRU.
 
     python benchmark/variants/rnd_dnc.py --env-id MontezumaRevenge --dnc 16 16 4
 
@@ -9,22 +9,21 @@ The memory is empty at the start of an episode.
 
 import math
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import ppo_atari_rnd as script
+import rnd_recurrent
+from rnd_recurrent import script
 
 
-@dataclass
-class Args(script.Args):
-    dnc: tuple[int, int, int] = (16, 16, 4)  # the memory's slots, their width, and read heads
-    memory: Literal["gru"] = "gru"  # recurrent (here the DNC): SGD steps take whole sequences
+@dataclass(config=script.CONFIG)
+class Args(rnd_recurrent.Args):
+    dnc: tuple[PositiveInt, PositiveInt, PositiveInt] = (16, 16, 4)
+    """the memory's slots, their width, and read heads"""
 
 
 def content(memory, keys, strengths):
@@ -98,7 +97,7 @@ class DNC(nn.Module):
         return output, torch.cat([part.flatten(1) for part in parts], -1)
 
 
-class Agent(script.Agent):
+class Agent(rnd_recurrent.Agent):
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__(obs_shape, num_actions, args)
         self.hidden2 = DNC(256, 256, *args.dnc)
@@ -119,8 +118,6 @@ class Agent(script.Agent):
 
 script.SCRIPT = "rnd_dnc"
 script.__doc__ = __doc__
-script.FIXED += ["dnc"]
-script.AT_LEAST_1 += ["dnc"]
 script.Args = Args
 script.Agent = Agent
 

@@ -13,12 +13,13 @@ Guesses: B's paddings, D's gains and ReLU.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeFloat
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -45,10 +46,10 @@ SND_CONVS = script.SND_CONVS  # of rnd_1
 RND_CONVS = [(32, 8, 4, 2), (64, 3, 2, 1), (64, 3, 1, 1)]  # of the others
 
 
-@dataclass
+@dataclass(config=script.CONFIG)
 class Args(script.Args):
     config: Literal[*CONFIGS] = "rnd_1"  # policy, gain and bonus, see CONFIGS
-    eta: float = 256
+    eta: NonNegativeFloat = 256
     """bonus = this x the mean of the 512 squared errors, at most --int-clip; no effect in b2, b3"""
 
 
@@ -93,8 +94,6 @@ class Agent(script.Agent):
         self.hidden_value = script.layer(hidden(size, size), critic_gain)
         self.policy = script.layer(nn.Linear(size, num_actions), 0.01)
         self.value = script.layer(nn.Linear(size, 2), 0.01)
-        self.gammas = [args.gamma, args.gamma_int]
-        self.coefs = torch.tensor([args.ext_coef, args.int_coef])
         self.to(memory_format=torch.channels_last)
 
 
@@ -113,14 +112,15 @@ class RND(script.SND):
     def preprocess(self, frames):
         return (frames.float() - self.frames.mean) / 255
 
-    def target_loss(self, frames, others, far):
-        return 0 * sum(weights.sum() for weights in self.target.parameters())  # it learns nothing
+    def target_loss(self, pairs: dict):
+        loss = 0 * sum(weights.sum() for weights in self.target.parameters())  # it learns nothing
+        return loss, {"loss/target": loss}
 
-    def bonus(self, rollout: dict, micro_batch: int):
+    def bonus(self, frames, micro_batch: int):
         """As SND, or (b2, b3) the errors divided by their std in the earlier rollouts."""
-        errors, bonus = super().bonus(rollout, micro_batch)
+        errors, bonus = super().bonus(frames, micro_batch)
         if self.divides:
-            bonus = (errors / self.bonuses.std).clamp(max=self.int_clip)[..., None]
+            bonus = (errors / self.bonuses.std).clamp(max=self.int_clip)
             self.bonuses.update(errors.flatten())
         return errors, bonus
 
@@ -130,7 +130,6 @@ script.__doc__ = __doc__
 script.Args = Args
 script.Agent = Agent
 script.SND = RND
-script.FIXED += ["config"]
 
 if __name__ == "__main__":
     sys.exit(script.main())

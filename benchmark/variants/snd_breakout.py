@@ -20,12 +20,12 @@ import ppo_atari_snd as script
 
 
 def chance(probability: float, x, height: int = 1, width: int = 1):
-    """(B, 1, height, width) booleans for frames x (B, 1, H, W), each True with this probability."""
+    """(B, 1, height, width) booleans for frames x (B, C, H, W), each True with this probability."""
     return torch.rand(len(x), 1, height, width, device=x.device) < probability
 
 
 def pixelate(x):
-    """Augment frames (B, 1, H, W): half are at half the resolution, a quarter at a quarter.
+    """Augment frames (B, C, H, W): half are at half the resolution, a quarter at a quarter.
 
     An eighth lose a tenth of their pixels; all get noise of up to 0.2.
     """

@@ -21,28 +21,39 @@ which frame comes next, as the paper's code does (ST-DIM: which frame came befor
 """
 
 import sys
-from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ppo_atari_snd as script
-from ppo_atari_snd import mean_over_ranks
 
 GAINS = {"std": (0.5, 0.5), "vic": (0.5, 2**0.5)}  # of the weights of target and predictor
+latest = {}  # the observation after the rollout
 
 
-@dataclass
+@dataclass(config=script.CONFIG)
 class Args(script.Args):
-    noop_max: int = 1  # an episode starts with 1 to this many no-ops; one less with --fire-reset
-    warmup_steps: int = 0  # random steps per environment at the start; frame statistics are unused
+    noop_max: Annotated[int, Field(ge=1, le=1000)] = 1  # no-ops at the start of an episode
+    warmup_steps: NonNegativeInt = 0  # random steps at the start; frame statistics are unused
     target: Literal["v", "std", "vic"] = "v"  # the target's loss: SND-V, SND-STD or SND-VIC
-    spread_coef: float = 1e-4  # SND-STD: weight of the std across a frame's features
+    spread_coef: NonNegativeFloat = 1e-4  # SND-STD: weight of the std across a frame's features
+
+
+class Agent(script.Agent):
+    def forward(self, obs):
+        if not torch.is_grad_enabled():  # acting
+            self.keep(obs)
+        return super().forward(obs)
+
+    @torch.compiler.disable
+    def keep(self, obs):
+        latest["obs"] = obs
 
 
 class SND(script.SND):
@@ -52,6 +63,7 @@ class SND(script.SND):
         super().__init__(frame_shape, args)
         self.kind = args.target
         self.spread_coef = args.spread_coef
+        self.num_rows = args.minibatch_size * script.WORLD
         if self.kind == "v":
             return
         target_gain, predictor_gain = GAINS[self.kind]
@@ -78,14 +90,25 @@ class SND(script.SND):
     def preprocess(self, frames):
         return frames.float() / 255
 
-    def target_loss(self, frames, others, far):
-        """The loss of pairs (frames[i], others[i]); with std and vic, others[i] comes next."""
+    def predictor_loss(self, rows: dict):
+        losses, terms = super().predictor_loss(rows)
+        if self.kind != "std":
+            return losses, terms
+        losses = losses * rows["mask"].sum(1) * self.num_rows  # whose mean is the sum of errors
+        return losses, {"loss/predictor": losses}
+
+    def target_loss(self, pairs: dict):
+        """The loss of pairs of frames; with std and vic, the second one comes next."""
         if self.kind == "v":
-            return super().target_loss(frames, others, far)
+            return super().target_loss(pairs)
+        loss = self.next_loss(pairs["first"], pairs["second"])
+        return loss, {"loss/target": loss}
+
+    def next_loss(self, frames, next_frames):
         with torch.autocast(frames.device.type, torch.bfloat16, enabled=self.bf16):
             # Feature maps after three convolutions, (B, K, H, W)
             maps = self.target[:6](self.preprocess(frames))
-            next_maps = self.target[:6](self.preprocess(others))
+            next_maps = self.target[:6](self.preprocess(next_frames))
             a = self.target[6:](maps)
             b = self.target[6:](next_maps)
         a, b = a.float(), b.float()
@@ -126,56 +149,55 @@ def infonce(patches, whole, local):
     return loss
 
 
-def draw_minibatches(num_rows: int, device, args: Args) -> tuple:
-    """The row numbers of each minibatch of an iteration: one permutation for all epochs."""
-    permutation = torch.randperm(num_rows, device=device)
-    return permutation.repeat(args.update_epochs).split(args.minibatch_size)
-
-
-learn_snd_v = script.learn_snd
-
-
-def learn_snd(snd, optimizer, batch: dict, minibatches, micro_batch: int, args: Args) -> dict:
-    """Train predictor and target in one ordered pass over the rollout -> means over minibatches."""
-    device = batch["obs"].device
-    minibatches = torch.arange(len(batch["action"]), device=device).split(args.minibatch_size)
-    if args.target == "v":
-        return learn_snd_v(snd, optimizer, batch, minibatches, micro_batch, args)
-    frames = batch["obs"][:, -1:]  # frame i + num_envs comes after frame i
+def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> dict:
+    """Train the policy, then predictor and target, in an ordered pass -> means over minibatches."""
+    size, num_rows, device = args.minibatch_size, len(batch["action"]), batch["obs"].device
+    # Frame i + num_envs comes after frame i
+    frames = [obs[:, -args.frame_channels :] for obs in (batch["obs"], latest["obs"])]
+    frames = torch.cat(frames)
     share = args.predictor_share or min(1, 32 / (args.num_envs * script.WORLD))
-    sums = defaultdict(float)
-    for index in minibatches:
-        minibatch = frames[index]
-        mask = torch.rand(len(index), args.snd_features, device=device) < share
-        # SND-STD sums over all ranks, and gradients are averaged over ranks below.
-        num_kept = mean_over_ranks(mask.float().sum()).clamp(min=1 / script.WORLD)
-        divisor = 1 / script.WORLD if args.target == "std" else num_kept
-        optimizer.zero_grad()
-        for start in range(0, args.minibatch_size, micro_batch):
-            rows = slice(start, start + micro_batch)
-            loss = (snd.errors(minibatch[rows]) * mask[rows]).sum() / divisor
-            loss.backward()
-            sums["loss/predictor"] += loss.detach()
-        first = index[batch["valid"][index] > 0]  # after another row's frame a new episode begins
-        if len(first) < 2:
-            first = index  # VICReg's loss of one pair is nan
-        second = first + args.num_envs
-        loss = snd.target_loss(frames[first], frames[second], None)
-        loss.backward()
-        sums["loss/target"] += loss.detach()
-        for parameter in snd.parameters():
-            parameter.grad = mean_over_ranks(parameter.grad)
+    target = nn.ModuleList([snd.target, *([snd.whole, snd.local] if args.target == "std" else [])])
+    updates, snd_updates = [], []
+
+    def policy_loss(rows):
+        return script.ppo_loss(agent, rows, ent_coef, args)
+
+    snd.zero_grad()  # the optimizer skips what has no gradient
+    permutation = torch.randperm(num_rows, device=device)  # one for all epochs
+    for index in permutation.repeat(args.update_epochs).split(size):
+        rows = {name: column[index] for name, column in batch.items()}
+        means = script.gradient(agent, policy_loss, rows, rows["valid"], args.micro_batch)
+        limit = args.max_grad_norm or torch.inf
+        means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
         optimizer.step()
-    return {name: mean_over_ranks(x / len(minibatches)).item() for name, x in sums.items()}
+        updates.append(means)
+    agent.zero_grad()
+    for index in torch.arange(num_rows, device=device).split(size):
+        mask = torch.rand(size, args.snd_features, device=device) < share
+        weight = torch.ones(size, device=device) if args.target == "std" else mask.sum(1)
+        rows = {"frame": frames[index], "mask": mask}
+        means = script.gradient(snd.predictor, snd.predictor_loss, rows, weight, args.micro_batch)
+        if args.target == "v":
+            first, other = torch.randint(num_rows, (2, args.pairs), device=device)
+            second = torch.where(torch.rand(args.pairs, device=device) < 0.5, first, other)
+        else:
+            first = index[batch["valid"][index] > 0]  # after another row a new episode begins
+            first = first if len(first) > 1 else index  # VICReg's loss of one pair is nan
+            second = first + args.num_envs
+        pairs = {"first": frames[first], "second": frames[second], "far": first != second}
+        weight = torch.ones(len(first), device=device)
+        means |= script.gradient(target, snd.target_loss, pairs, weight, len(first))
+        optimizer.step()
+        snd_updates.append(means)
+    return script.mean_of(updates) | script.mean_of(snd_updates)
 
 
 script.SCRIPT = "snd_paper"
 script.__doc__ = __doc__
-script.FIXED += ["target"]
 script.Args = Args
+script.Agent = Agent
 script.SND = SND
-script.draw_minibatches = draw_minibatches
-script.learn_snd = learn_snd
+script.learn = learn
 
 if __name__ == "__main__":
     sys.exit(script.main())

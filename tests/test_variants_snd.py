@@ -1,0 +1,244 @@
+"""The variants of ppo_atari_snd.py, except snd_paper.py (test_ppo_atari_snd.py); test_variants.py runs each."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pydantic
+import pytest
+import torch
+
+from conftest import ROOT, SAME_STEP, FakeVecEnv, giving, random_episodes, rows
+
+FOLDER = ROOT / "benchmark" / "variants"
+STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
+
+
+@pytest.fixture
+def variant(monkeypatch):
+    """variant(name): its module, imported anew with its script, which it finds itself; all others keep theirs."""
+    before = {name: sys.modules.pop(name) for name in STEMS if name in sys.modules}
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *(path for path in sys.path if Path(path).resolve() != ROOT)])
+    yield importlib.import_module
+    for name in STEMS:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
+
+
+def test_exploration_envs_reset_in_the_next_step(variant):
+    """An end's row shows the frame before it; the row after it plays a no-op, has no reward and begins an episode."""
+    module = variant("snd_procgen")
+    first = [([3.0, -2.0, 5.0], "truncated"), ([7.0], "terminated"), ([0.0, 2.0], "terminated")]
+    games = FakeVecEnv([first, [([1.0] * 9, "terminated")]], SAME_STEP, num_actions=15, shape=(6, 64, 64))
+    envs = module.ExplorationEnvs(games, 0, seed=1)
+    older, newest = np.split(envs.reset()[0][1], 2)
+    assert newest.any() and not older.any()
+    shown, alone = [], []
+    for _ in range(6):
+        obs, reward, terminated, truncated, _ = envs.step(np.full(2, 9))
+        older, newest = np.split(obs[0], 2)
+        alone.append(not older.any())
+        _, game, step = newest[0, 0, :3].tolist()
+        assert not truncated.any()
+        shown.append((game, step, reward[0], terminated[0]))
+    expected = [(0, 1, 3, False), (0, 2, -2, False), (0, 2, 5, True), (2, 0, 0, False)]
+    assert shown == [*expected, (2, 1, 0, False), (2, 1, 2, True)]  # game 1 was over in its no-op
+    assert [actions.tolist() for actions in games.actions] == [[9, 9]] * 3 + [[4, 9], [9, 9], [9, 9]]
+    assert alone == [False, False, False, True, False, False]  # episode 2's first row has one frame and zeros
+    envs.random_action = 1
+    for _ in range(60):
+        envs.step(np.full(2, 9))
+    assert len(np.unique(games.actions)) == 15
+
+
+def test_snd_sees_the_colors_of_the_newest_frame(variant, tmp_path):
+    """Frames from before an episode are zeros. The policy sees two frames, SND the last, in color."""
+    module = variant("snd_procgen")
+    frames = np.random.default_rng(0).integers(0, 256, (3, 6, 64, 64), np.uint8)
+    games = FakeVecEnv(random_episodes(3), SAME_STEP, num_actions=15, shape=(6, 64, 64))
+    envs = module.ExplorationEnvs(games, 0, seed=1)
+    envs.steps = np.array([0, 1, 9])
+    blanked = envs.blank(frames)
+    frames[0, :3] = 0  # before an episode's first frame
+    assert (blanked == frames).all()
+    args = dict(num_envs=3, num_steps=16, minibatch_size=24, total_timesteps=48, snd_features=8, update_epochs=1)
+    args = module.Args(**args, eval_episodes=0, threads=1, device="cpu", run_dir=str(tmp_path), run_name="x")
+    module.script.train(args, giving(envs))
+    saved = torch.load(tmp_path / "x" / "checkpoint.pt", weights_only=True)
+    assert saved["agent"]["trunk.0.weight"].shape[1] == 6 and saved["agent"]["trunk.9.weight"].shape[1] == 64 * 8 * 8
+    for name in ("target", "predictor"):
+        assert saved["snd"][f"{name}.0.weight"].shape[1] == 3
+    with pytest.raises(pydantic.ValidationError, match="--noop-max: only for Atari"):
+        module.Args(noop_max=5)
+
+
+def test_convolutions_and_tiles_of_the_paper_on_procgen(variant):
+    """64 channels in the last convolution, 128 in SND-VIC's predictor; tiles that divide 64 pixels."""
+    module = variant("snd_procgen")
+    for target, expected in dict(v=(64, 64), std=(64, 64), vic=(64, 128)).items():
+        snd = module.SND((3, 64, 64), module.Args(snd_features=8, target=target))
+        assert (snd.target[6].out_channels, snd.predictor[6].out_channels) == expected
+        frames = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
+        assert snd.errors(frames).shape == (2, 8)
+    assert module.script.TILES == [1, 2, 4, 8, 16] and module.script.POLICY_CONVS[3][0] == 64
+
+
+def test_pixelated_frames(variant, monkeypatch):
+    """Half of the frames have half the resolution, a quarter a quarter; then lost pixels and noise."""
+    module = variant("snd_breakout")
+    shares = []
+    monkeypatch.setattr(module, "chance", lambda share, x, *size: shares.append(share) or torch.tensor(share > 0.2))
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    x = torch.rand(2, 1, 8, 8)
+    half = x.reshape(2, 1, 4, 2, 4, 2).mean((3, 5)).reshape(2, 1, 2, 2, 2, 2).mean((3, 5))
+    expected = half.repeat_interleave(4, 2).repeat_interleave(4, 3) - 0.2
+    np.testing.assert_allclose(module.script.augment(x), expected, atol=1e-6)
+    assert shares == [0.5, 0.25, 0.1, 0.125]
+    assert module.script.SND((1, 84, 84), module.script.Args()).target[0].weight.shape == (32, 1, 8, 8)
+
+
+WEIGHTS = {  # of the trunks, by hand; width of the critic and gain of its weights
+    "ppo_rnd_a0": (32 * 4 * 64 + 64 * 32 * 9 + 64 * 64 * 9 + 2304 * 448 + 448**2, 448, 0.1),
+    "ppo_rnd_b1": (64 * 4 * 64 + 64 * 64 * 9 + 128 * 64 * 9 + 4608 * 800, 800, 2**0.5),
+    "rnd_1": (32 * 4 * 9 + 64 * 32 * 9 + 64 * 64 * 9 + 128 * 64 * 9 + 4608 * 512, 512, 0.1),
+    "ppo_rnd_d0": (128 * 4 * 64 + 2 * 4 * 128**2 + 4608 * 512, 512, 0.1),
+}
+
+
+@pytest.mark.parametrize("config", WEIGHTS)
+def test_policies_of_michalnand(variant, config):
+    """Weights of the trunk, gain of the critic, the residual critic of A, the attention of D, by hand."""
+    weights, width, gain = WEIGHTS[config]
+    module = variant("rnd_michalnand")
+    agent = module.Agent((4, 48, 48), 18, module.Args(config=config))
+    assert sum(weight.numel() for weight in agent.trunk.parameters() if weight.dim() > 1) == weights
+    critic = agent.hidden_value.weight
+    np.testing.assert_allclose((critic @ critic.T).detach(), gain**2 * np.eye(width), atol=1e-4)
+    obs = torch.randint(256, (2, 4, 48, 48), dtype=torch.uint8)
+    with torch.no_grad():
+        x = agent.trunk(obs / 255)
+        hidden = (x @ critic.T).relu() + (x if config == "ppo_rnd_a0" else 0)
+        np.testing.assert_allclose(agent(obs)[1], hidden @ agent.value.weight.T, atol=1e-5)
+        if config == "ppo_rnd_d0":
+            attention, x = agent.trunk[2], torch.randn(1, 128, 3, 3)
+            query, key, value = [linear.weight @ x.flatten(2)[0] for linear in attention.qkv]  # (128, 9)
+            mixed = (query.T @ key).softmax(1) @ value.T  # of each position, from all
+            mixed = mixed.T + (attention.mix.weight[:, :, 0, 0] @ mixed.T).relu()
+            np.testing.assert_allclose(attention(x)[0], mixed.view(128, 3, 3), atol=1e-4)
+
+
+def test_bonus_of_michalnand(variant):
+    """Half the sum of squared errors of frames less their mean; b2: divided by its std; rnd_1: coupled weights."""
+    module = variant("rnd_michalnand")
+    frames = torch.randint(256, (3, 8, 1, 32, 32), dtype=torch.uint8)  # 3 steps of 8 environments
+    rollout, frames = frames, frames.flatten(0, 1)
+    for config in ("ppo_rnd_b0", "ppo_rnd_b2", "rnd_1"):
+        torch.manual_seed(1)
+        rnd = module.RND((1, 32, 32), module.Args(config=config, int_clip=0))
+        rnd.frames.update(frames[:8])
+        with torch.no_grad():
+            x = (frames - frames[:8].double().mean(0)).float() / 255
+            error = (rnd.predictor(x) - rnd.target(x)).square()
+        first, second = [rnd.bonus(rollout, 5)[1].flatten() for _ in range(2)]
+        half = error.sum(1) / 2
+        if config == "ppo_rnd_b2":  # the first std is 1
+            np.testing.assert_allclose(first, error.mean(1), rtol=1e-3)
+            np.testing.assert_allclose(second, half / half.std(correction=0), rtol=0.02)
+        else:
+            np.testing.assert_allclose(first, half, rtol=1e-3)
+            np.testing.assert_allclose(second, half, rtol=1e-3)
+        # The loss is not divided.
+        np.testing.assert_allclose(rnd.errors(frames).detach(), error, rtol=1e-2, atol=1e-6)
+    assert module.RND((1, 32, 32), module.Args(config="ppo_rnd_b0")).bonus(rollout, 24)[1].max() == 1
+    last = torch.cat([rnd.target[9].weight, rnd.predictor[9].weight]).detach()  # of rnd_1
+    np.testing.assert_allclose(last @ last.T, 2 * np.eye(1024), atol=1e-3)
+
+
+def test_spread_within_an_episode(variant):
+    """NumPy's std, of the last three observations; an episode's first one stands in for those before it."""
+    module = variant("snd_entropy")
+    snd = module.SND((1, 32, 32), module.Args(snd_features=8, num_envs=2, minibatch_size=2, episodic_steps=3))
+    frames = torch.randint(256, (7, 2, 1, 32, 32), dtype=torch.uint8)
+    valid = torch.ones(7, 2)
+    valid[2, 0] = 0  # environment 0: row 2 shows the last observation of an episode
+    parts = [snd.spread(frames[:3].flatten(0, 1), valid[:3], 4), snd.spread(frames[3:].flatten(0, 1), valid[3:], 5)]
+    spread = torch.cat(parts)
+    with torch.no_grad():
+        features = snd.target.encoder(frames.flatten(0, 1) / 255).view(7, 2, 256).numpy()
+    for env, row in np.ndindex(2, 7):
+        start = 3 if env == 0 and row >= 3 else 0
+        window = features[[max(i, start) for i in (row - 2, row - 1, row)], env]
+        expected = np.std(window, 0, ddof=1).mean()
+        np.testing.assert_allclose(spread[row, env], expected, rtol=1e-3, atol=1e-6)
+        assert (expected < 1e-5) == (row == start)
+    for change in (dict(episodic_steps=1), dict(gamma_episodic=1.5)):
+        with pytest.raises(pydantic.ValidationError, match="episodic"):
+            module.Args(**change)
+
+
+def test_the_second_bonus_has_a_head_of_its_own(variant, monkeypatch, tmp_path):
+    """GAE of the game's rewards, SND's bonus and the second one, each with its discount; all enter the advantage."""
+    module, calls, learned = variant("snd_entropy"), [], []
+    gae, learn = module.gae_of_one, module.learn_two
+    monkeypatch.setattr(module, "gae_of_one", lambda *args: calls.append((args, gae(*args))) or calls[-1][1])
+
+    def note(agent, snd, optimizer, batch, *rest):
+        learned.append((batch, agent(batch["obs"])[1].detach()))
+        return learn(agent, snd, optimizer, batch, *rest)
+
+    monkeypatch.setattr(module, "learn_two", note)
+    args = dict(num_envs=2, num_steps=16, minibatch_size=16, total_timesteps=64, snd_features=8, warmup_steps=1)
+    args |= dict(eval_episodes=0, threads=1, device="cpu", run_dir=str(tmp_path), run_name="x")
+    args = module.Args(**args, gamma_episodic=0.5, episodic_coef=7, eta_episodic=30, int_clip=0.002)
+    module.script.train(args, giving(FakeVecEnv(random_episodes(2), shape=(4, 32, 32))))
+    for iteration, (batch, values) in enumerate(learned):
+        three = calls[3 * iteration : 3 * iteration + 3]
+        assert [args[4] for args, _ in three] == [0.998, 0.99, 0.5]
+        for (_, value, *ends, _, _), _ in three:
+            assert torch.equal(torch.stack(ends[:2]), torch.stack(three[0][0][2:4])) and value.shape == (17, 2)
+        bonus, value = three[2][0][:2]
+        assert 0.2 < (bonus.numpy() == np.float32(0.002)).mean() < 0.8  # the limit
+        torch.testing.assert_close(value[:-1].flatten(), values[:, 2], rtol=1e-4, atol=1e-6)
+        expected = sum(weight * result for weight, (_, result) in zip((2, 1, 7), three, strict=True))
+        torch.testing.assert_close(batch["advantage"].view(16, 2), expected)
+        torch.testing.assert_close(batch["target"][:, 2], (three[2][1] + value[:-1]).flatten())
+    spread = float(rows(tmp_path / "x")[0]["int/episodic_raw"])
+    assert len(learned) == 2 and spread > 0
+
+
+def test_the_third_value_has_a_loss(variant):
+    """Half its squared error is added to those of the two others, unless its weight is 0."""
+    module = variant("snd_entropy")
+    logits, values = torch.zeros(5, 4), torch.randn(5, 3)
+    rows = dict(obs=torch.zeros(5), action=torch.zeros(5, dtype=torch.int64), logp=torch.zeros(5))
+    rows |= dict(advantage=torch.zeros(5), target=torch.randn(5, 3))
+    for coef in (0, 1):
+        args = module.Args(episodic_coef=coef, int_coef=0)
+        losses, terms = module.script.ppo_loss(lambda obs: (logits, values), rows, 0.0, args)
+        expected = 0.5 * ((values - rows["target"]) ** 2 * torch.tensor([1, 0, coef])).sum(1)
+        torch.testing.assert_close(terms["loss/value"], expected)
+        torch.testing.assert_close(losses, args.vf_coef * expected)
+
+
+def test_the_encoder_learns_as_the_target(variant, monkeypatch):
+    """Its loss is SND-V's for pixels / 255; the policy has three value heads."""
+    module = variant("snd_entropy")
+    noise = torch.rand(4, 6, 1, 32, 32)
+    draws = iter(noise)
+    monkeypatch.setattr(module.script, "augment", lambda x: x + next(draws))
+    args = module.Args(snd_features=8)
+    snd = module.SND((1, 32, 32), args)
+    one, other = torch.randint(256, (2, 6, 1, 32, 32), dtype=torch.uint8)
+    far = torch.tensor([0.0, 1, 1, 0, 1, 0])
+    with torch.no_grad():
+        encoder = snd.target.encoder
+        pairs = [(encoder(one / 255 + noise[0]), encoder(other / 255 + noise[1]))]
+        pairs += [(snd.target(snd.preprocess(one) + noise[2]), snd.target(snd.preprocess(other) + noise[3]))]
+        expected = sum((far - (a - b).square().mean(1)).square() for a, b in pairs)  # no feature is large
+    losses, _ = snd.target_loss(dict(first=one, second=other, far=far))
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6)
+    losses.sum().backward()
+    assert encoder[0].weight.grad.any() and snd.target.target[0].weight.grad.any()
+    agent = module.Agent((4, 32, 32), 5, args)
+    assert agent(torch.zeros(2, 4, 32, 32, dtype=torch.uint8))[1].shape == (2, 3)
