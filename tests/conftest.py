@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from gymnasium.vector import AutoresetMode
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
 ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmark" / "variants"
+STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 
 NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
@@ -37,6 +40,17 @@ def pytest_collection_modifyitems(config, items):
 def one_thread():
     """The fastest for tiny networks, and the same on every machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def variant(monkeypatch):
+    """variant(name): its module, imported anew with its script, which it finds itself; all others keep theirs."""
+    before = {name: sys.modules.pop(name) for name in STEMS if name in sys.modules}
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *(path for path in sys.path if Path(path).resolve() != ROOT)])
+    yield importlib.import_module
+    for name in STEMS:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
 
 
 @contextlib.contextmanager

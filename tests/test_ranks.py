@@ -58,26 +58,26 @@ def envs_of(script, first, count):
     return envs
 
 
-def all_rows(num_rows, device, args):
-    """Minibatches that need no draws: all rows, once an epoch."""
-    return (torch.arange(num_rows),) * args.update_epochs
-
-
-def difference(snd, *pairs):
+def difference(snd, pairs):
     """A target's loss that is a mean over rows; the true one compares pairs that each rank draws."""
-    return snd.target(snd.preprocess(snd.rollout)).square().mean()
+    loss = snd.target(snd.preprocess(snd.rollout)).square().mean()
+    return loss, {"loss/target": loss}
 
 
-def remember(module, patch):
-    """The rollout's frames, for `difference`."""
-    learn_snd = module.learn_snd
+def without_draws(module, patch):
+    """SND trains on all rows once an epoch, and its target on the whole rollout."""
+    learn, randint = module.learn, torch.randint
 
-    def learn(snd, optimizer, batch, *rest):
-        snd.rollout = batch["obs"][: len(batch["action"]), -1:]
-        return learn_snd(snd, optimizer, batch, *rest)
+    def remember(agent, snd, optimizer, batch, *rest):
+        snd.rollout = batch["obs"][:, -1:]
+        return learn(agent, snd, optimizer, batch, *rest)
 
-    patch.setattr(module, "learn_snd", learn)
-    patch.setattr(module, "draw_minibatches", all_rows)
+    def rows(high, size, **options):
+        epochs = COMMON["update_epochs"]
+        return torch.arange(high).repeat(epochs) if size == (epochs * high,) else randint(high, size, **options)
+
+    patch.setattr(module, "learn", remember)
+    patch.setattr(torch, "randint", rows)
     patch.setattr(module.SND, "target_loss", difference)
 
 
@@ -98,8 +98,8 @@ def run(script, options, out, envs=None, resume=None, **changes):
         spy_on(patch, module, "stream_seed", lambda result, number, name: names.append(name))
         if envs is not None:  # so that who draws does not matter
             patch.setattr(module, "sample", lambda logits, generator=None: logits.argmax(-1))
-            if hasattr(module, "learn_snd"):
-                remember(module, patch)
+            if hasattr(module, "SND"):
+                without_draws(module, patch)
         options = COMMON | options | dict(run_dir=str(out.parent), run_name=out.name) | changes
         # Rank 1's seed and folder do not count
         args = module.Args(**options | dict(seed=1 + module.RANK)) if resume is None or module.RANK else None

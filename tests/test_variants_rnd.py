@@ -1,35 +1,20 @@
 """The variants of ppo_atari_rnd.py: its recurrent policy, and that with a DNC in the place of the GRU."""
 
-import importlib
 import json
 import math
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import conftest
-from conftest import ROOT, Games, rows, timeless
+from conftest import FOLDER, ROOT, STEMS, Games, rows, timeless
 from test_ppo_atari_rnd import SHAPE, SMALL, N, T, assert_updates_equal_reference, fake, plain_agent
 
-FOLDER = ROOT / "benchmark" / "variants"
-STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
 TYPED = "--env-id Breakout --num-envs 4 --num-steps 16 --minibatch-size 32 --threads 1 --rnd-features 8"
 TYPED += " --warmup-steps 3 --update-epochs 1 --max-episode-steps 30 --total-timesteps 128 --eval-episodes 2"
-
-
-@pytest.fixture
-def variant(monkeypatch):
-    """variant(name): its module, imported anew with its script, which it finds itself; all others keep theirs."""
-    before = {name: sys.modules.pop(name) for name in STEMS if name in sys.modules}
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *(path for path in sys.path if Path(path).resolve() != ROOT)])
-    yield importlib.import_module
-    for name in STEMS:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
 
 
 @pytest.mark.parametrize("name, own", [("rnd_recurrent", "--target-return 999"), ("rnd_dnc", "--dnc 4 3 2")])

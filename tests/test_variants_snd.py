@@ -1,29 +1,11 @@
 """The variants of ppo_atari_snd.py, except snd_paper.py (test_ppo_atari_snd.py); test_variants.py runs each."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import numpy as np
 import pydantic
 import pytest
 import torch
 
-from conftest import ROOT, SAME_STEP, FakeVecEnv, giving, random_episodes, rows
-
-FOLDER = ROOT / "benchmark" / "variants"
-STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
-
-
-@pytest.fixture
-def variant(monkeypatch):
-    """variant(name): its module, imported anew with its script, which it finds itself; all others keep theirs."""
-    before = {name: sys.modules.pop(name) for name in STEMS if name in sys.modules}
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *(path for path in sys.path if Path(path).resolve() != ROOT)])
-    yield importlib.import_module
-    for name in STEMS:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
+from conftest import SAME_STEP, FakeVecEnv, giving, random_episodes, rows
 
 
 def test_exploration_envs_reset_in_the_next_step(variant):
