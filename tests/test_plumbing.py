@@ -638,8 +638,11 @@ def test_train_leaves_no_threads_or_files(script):
     counts = []
     for i in range(4):
         script.train(script.fake(), run_name=f"run{i}")
+        end = time.monotonic() + 10
+        while i > 1 and threading.active_count() > counts[1][0] and time.monotonic() < end:
+            time.sleep(0.1)  # an actor's thread may end a moment later
         counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
-    assert counts[1] == counts[3]
+    assert counts[3][0] <= counts[1][0] and counts[3][1] <= counts[1][1]
 
 
 def test_two_runs_never_share_a_folder(script):
