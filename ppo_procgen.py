@@ -635,25 +635,25 @@ def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
     size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
     # The mean over ranks, as gradients are averaged below; at least one row in all
     total = (sum_over_ranks(weight.sum()) / WORLD).clamp(min=1 / WORLD)
-    means = {}
+    means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):
+    for start in range(0, max(len(weight), 1), size):  # once even if a rank has no rows
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
         (losses * share).sum().backward()
-        for name, term in terms.items():
-            means[name] = means.get(name, 0) + (term.detach() * share).sum()
+        means = means + (torch.stack(list(terms.values())).detach() * share).sum(1)
     if WORLD > 1:
         for parameter in net.parameters():
             parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-    return means
+    return dict(zip(terms, means, strict=True))
 
 
 def mean_of(updates: list[dict]) -> dict:
     """Means over SGD steps and ranks; raise FloatingPointError if one is not finite."""
-    means = {name: torch.stack([update[name] for update in updates]).mean() for name in updates[0]}
-    means = {name: (sum_over_ranks(mean) / WORLD).item() for name, mean in means.items()}
+    table = torch.stack([torch.stack(list(update.values())) for update in updates])
+    means = (sum_over_ranks(table.mean(0)) / WORLD).tolist()
+    means = dict(zip(updates[0], means, strict=True))
     if not np.isfinite(list(means.values())).all():
         raise FloatingPointError(f"training has diverged: {means}")
     return means
@@ -691,15 +691,15 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         objects = [args, saved]
         dist.broadcast_object_list(objects, device=torch.device("cpu"))
         args, saved = objects
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    name = auto if args.device == "auto" else args.device
-    try:
-        if WORLD > 1 and name != "cpu":  # a GPU per process, also where srun starts them
-            name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % torch.cuda.device_count())}"
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError, ZeroDivisionError) as error:
-        raise UsageError(f"--device {name}: {error}") from None
+    num_gpus = torch.cuda.device_count()
+    name = args.device
+    if name == "auto":
+        name = "cuda" if num_gpus else "cpu"
     if name != "cpu":
+        if int(name[5:] or 0) >= num_gpus:
+            raise UsageError(f"--device {name}: PyTorch sees {num_gpus} GPUs")
+        if WORLD > 1:  # a GPU per process, also where srun starts them
+            name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
