@@ -14,7 +14,7 @@
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
 arXiv:1912.01588. As in T. Tumiel's entry to the NeurIPS 2020 Procgen competition
 (github.com/LARS12llt/procgen-competition, RLlib 0.8.7), unlike the paper:
-- by default groups of environments take turns: one plays, the learner trains, the next plays;
+- by default groups of environments (RLlib's workers) take turns: one plays, the learner trains;
 - Adam, no gradient clipping, lambda 0.9 in V-trace; a wider CNN, frames t-3 and t as input;
 - whole batches are replayed, not half of each. More: docs/impala_procgen.md.
 """
@@ -55,7 +55,7 @@ from tqdm import tqdm
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes (torchrun)
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # number of this process
 SCRIPT = Path(__file__).stem
-ROWS_ON_CPU = 64  # default of --micro-batch on a CPU
+ROWS_ON_CPU = 1  # default of --micro-batch on a CPU, in fragments
 
 
 def as_schedule(numbers):
@@ -87,7 +87,7 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 64)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass, in whole fragments; 0 = all (CPU: 1)
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -170,7 +170,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.frames = [*self.frames[1:], frame]
         done = terminated | truncated
         if done.any():
-            # EnvPool would reset in the next step and ignore that step's action.
+            # EnvPool would reset these in the next step, ignoring its action; now it need not
             first, _ = self.envs.reset(np.flatnonzero(done))
             for kept in self.frames:  # safe: EnvPool makes a new array in each step
                 kept[done] = first
@@ -266,8 +266,9 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,)."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max, which never waits for a GPU."""
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits - noise.log()).argmax(-1)
 
 
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
@@ -417,8 +418,7 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args
     batches: the new one, then the replayed ones; columns (B, T) of B fragments, obs one step more.
     """
     weight = torch.ones(len(batches[0]["obs"]), device=batches[0]["obs"].device)  # all count
-    size = args.micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else args.minibatch_size)
-    fragments = max(1, size // args.num_steps)  # per forward pass: V-trace needs whole ones
+    fragments = math.ceil(args.micro_batch / args.num_steps)  # per forward pass; 0: default
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
 
     def loss(rows):
@@ -557,7 +557,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             metrics["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
-    except (KeyboardInterrupt, OSError):
+    except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
         # The weights may include part of an unfinished iteration; its steps do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
@@ -608,7 +608,8 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
-    info = info.get("final_info", {}) | info  # where same-step SyncVectorEnvs report
+    # A same-step vector reports in final_info, a wrapper around it in info
+    info = info.get("final_info", {}) | info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -653,27 +654,25 @@ def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
     backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
     """
     size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
-    # The mean over ranks, as gradients are averaged below; at least one row in all
-    total = (sum_over_ranks(weight.sum()) / WORLD).clamp(min=1 / WORLD)
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once even if a rank has no rows
+    for start in range(0, max(len(weight), 1), size):  # once even if this rank has no rows
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
         (losses * share).sum().backward()
-        means = means + (torch.stack(list(terms.values())).detach() * share).sum(1)
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
     if WORLD > 1:
         for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-    return dict(zip(terms, means, strict=True))
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
 
 
 def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps and ranks; raise FloatingPointError if one is not finite."""
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
     table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = (sum_over_ranks(table.mean(0)) / WORLD).tolist()
-    means = dict(zip(updates[0], means, strict=True))
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
     if not np.isfinite(list(means.values())).all():
         raise FloatingPointError(f"training has diverged: {means}")
     return means
@@ -687,7 +686,7 @@ def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
     fits = fits and obs.dtype == np.uint8 and obs.ndim == 4 and len(obs) == num_envs
-    # Fewer pixels than channels: probably (N, H, W, C)
+    # A frame narrower than its number of channels is probably (H, W, C)
     if not fits or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
         needed = f"{autoreset}, Discrete from 0, uint8 ({num_envs}, C, H, W), H, W >= {min_size}, C"
         raise UsageError(f"make_envs: {mode}, {actions}, {obs.dtype} {obs.shape}; needs {needed}")
@@ -731,20 +730,20 @@ class Run:
 
     def __init__(self, args: Args, saved: dict | None, device: torch.device):
         self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
-        self.start = saved["step"] if saved else 0
+        self.step = saved["step"] if saved else 0
         self.last_save = time.monotonic()
         self.table = None
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.folder = Path(saved["folder"] if saved else f"{args.run_dir}/{args.run_name or name}")
-        steps = {"initial": self.start, "total": args.total_timesteps}
+        steps = {"initial": self.step, "total": args.total_timesteps}
         self.bar = tqdm(**steps, unit_scale=True, disable=RANK > 0 or None)  # None: no terminal
         if RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=bool(saved))
             versions = {name: version(name) for name in ("torch", "numpy", "gymnasium", "envpool")}
             config = dict(args=self.flags, command=sys.argv, ranks=WORLD, versions=versions)
-            Path(self.folder, f"config-{self.start}.json").write_text(json.dumps(config, indent=1))
+            Path(self.folder, f"config-{self.step}.json").write_text(json.dumps(config, indent=1))
             Path(self.folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-            self.tensorboard = SummaryWriter(self.folder, purge_step=self.start + 1)
+            self.tensorboard = SummaryWriter(self.folder, purge_step=self.step + 1)
             self.say(f"{self.folder}: {device}, threads: {torch.get_num_threads()}")
 
     def say(self, text: str):
@@ -761,6 +760,7 @@ class Run:
             self.open_table(list(row))
         self.table.writerow(row)
         self.file.flush()
+        self.step = row["step"]
         for name, value in row.items():
             if value is not None:
                 self.tensorboard.add_scalar(name, value, row["step"])
@@ -772,13 +772,12 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its start."""
+        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
         path, rows = self.folder / "metrics.csv", []
         if path.exists():
-            last = math.inf if self.table else self.start
             with open(path, newline="") as file:
                 reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= last]
+                rows = [row for row in reader if int(row["step"]) <= self.step]
                 columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")

@@ -330,8 +330,9 @@ class RND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,)."""
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max, which never waits for a GPU."""
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits - noise.log()).argmax(-1)
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -411,8 +412,8 @@ def learn(agent, rnd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
             # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work
             drawn = (torch.rand(args.minibatch_size) < predictor_share).nonzero().squeeze(1)
             drawn = drawn.to(batch["obs"].device, non_blocking=True)
-            minibatch = {name: minibatch[name][drawn] for name in ("valid", "frame", "feature")}
-            weight = torch.ones_like(minibatch["valid"])  # all drawn rows count
+            minibatch = {name: minibatch[name][drawn] for name in ("frame", "feature")}
+            weight = torch.ones(len(drawn), device=drawn.device)  # all drawn rows count
             means |= gradient(rnd.predictor, predictor_loss, minibatch, weight, args.micro_batch)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
@@ -448,6 +449,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
     parts = {"agent": agent, "rnd": rnd, "optimizer": optimizer}
+    # The environments' own array, which they keep updating
     rooms_ever = torch.from_numpy(getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool)))
     if saved:
         sums = saved["rnd"]["discounted"]  # of rank 0's environments, repeated or cut to N
@@ -488,7 +490,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             save("checkpoint.pt")
         if step == 0:
             run.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
-            # A run that was stopped in its first iteration has seen these frames, or some of them
+            # sums[0] counts frames; a run stopped in its first iteration has seen some already
             while rnd.frames.sums[0].max() < args.warmup_steps * N * WORLD:
                 obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
                 rnd.frames.update(torch.from_numpy(obs[:, newest]).to(device))
@@ -527,7 +529,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 errors = torch.cat([rnd.error(x, rnd.features(x)) for x in pieces]).view(T, N)
             bonus = rnd.normalize(errors).cpu() * (step >= args.bonus_after)
             rnd.frames.update(frames.flatten(0, 1))
-            # Features again, under the new statistics: what the predictor learns
+            # The predictor learns features under the new statistics, as in OpenAI's code
             features = torch.cat([rnd.features(x) for x in pieces]).view(T, N, -1)
 
             # Advantages. After a truncation row t + 1 still shows the episode: it bootstraps
@@ -599,7 +601,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             metrics["eval"] = {"step": step, "splits": evaluate(agent, args, make_envs)}
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
-    except (KeyboardInterrupt, OSError):
+    except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
         # Weights, statistics may include part of an unfinished iteration; its steps do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
@@ -646,7 +648,8 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
-    info = info.get("final_info", {}) | info  # where same-step SyncVectorEnvs report
+    # A same-step vector reports in final_info, a wrapper around it in info
+    info = info.get("final_info", {}) | info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -691,27 +694,25 @@ def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
     backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
     """
     size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
-    # The mean over ranks, as gradients are averaged below; at least one row in all
-    total = (sum_over_ranks(weight.sum()) / WORLD).clamp(min=1 / WORLD)
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once even if a rank has no rows
+    for start in range(0, max(len(weight), 1), size):  # once even if this rank has no rows
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
         (losses * share).sum().backward()
-        means = means + (torch.stack(list(terms.values())).detach() * share).sum(1)
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
     if WORLD > 1:
         for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad) / WORLD
-    return dict(zip(terms, means, strict=True))
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
 
 
 def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps and ranks; raise FloatingPointError if one is not finite."""
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
     table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = (sum_over_ranks(table.mean(0)) / WORLD).tolist()
-    means = dict(zip(updates[0], means, strict=True))
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
     if not np.isfinite(list(means.values())).all():
         raise FloatingPointError(f"training has diverged: {means}")
     return means
@@ -725,7 +726,7 @@ def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
     fits = fits and obs.dtype == np.uint8 and obs.ndim == 4 and len(obs) == num_envs
-    # Fewer pixels than channels: probably (N, H, W, C)
+    # A frame narrower than its number of channels is probably (H, W, C)
     if not fits or min(obs.shape[2:]) < max(min_size, obs.shape[1]):
         needed = f"{autoreset}, Discrete from 0, uint8 ({num_envs}, C, H, W), H, W >= {min_size}, C"
         raise UsageError(f"make_envs: {mode}, {actions}, {obs.dtype} {obs.shape}; needs {needed}")
@@ -769,20 +770,20 @@ class Run:
 
     def __init__(self, args: Args, saved: dict | None, device: torch.device):
         self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
-        self.start = saved["step"] if saved else 0
+        self.step = saved["step"] if saved else 0
         self.last_save = time.monotonic()
         self.table = None
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"
         self.folder = Path(saved["folder"] if saved else f"{args.run_dir}/{args.run_name or name}")
-        steps = {"initial": self.start, "total": args.total_timesteps}
+        steps = {"initial": self.step, "total": args.total_timesteps}
         self.bar = tqdm(**steps, unit_scale=True, disable=RANK > 0 or None)  # None: no terminal
         if RANK == 0:
             self.folder.mkdir(parents=True, exist_ok=bool(saved))
             versions = {name: version(name) for name in ("torch", "numpy", "gymnasium", "envpool")}
             config = dict(args=self.flags, command=sys.argv, ranks=WORLD, versions=versions)
-            Path(self.folder, f"config-{self.start}.json").write_text(json.dumps(config, indent=1))
+            Path(self.folder, f"config-{self.step}.json").write_text(json.dumps(config, indent=1))
             Path(self.folder, Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-            self.tensorboard = SummaryWriter(self.folder, purge_step=self.start + 1)
+            self.tensorboard = SummaryWriter(self.folder, purge_step=self.step + 1)
             self.say(f"{self.folder}: {device}, threads: {torch.get_num_threads()}")
 
     def say(self, text: str):
@@ -799,6 +800,7 @@ class Run:
             self.open_table(list(row))
         self.table.writerow(row)
         self.file.flush()
+        self.step = row["step"]
         for name, value in row.items():
             if value is not None:
                 self.tensorboard.add_scalar(name, value, row["step"])
@@ -810,13 +812,12 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its start."""
+        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
         path, rows = self.folder / "metrics.csv", []
         if path.exists():
-            last = math.inf if self.table else self.start
             with open(path, newline="") as file:
                 reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= last]
+                rows = [row for row in reader if int(row["step"]) <= self.step]
                 columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
