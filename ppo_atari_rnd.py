@@ -523,14 +523,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
             # Bonus under the frame statistics so far, which then take in this rollout
             frames = rollout["obs"][1:, :, newest]
-            size = ROWS_ON_CPU if device.type == "cpu" else args.minibatch_size
-            pieces = frames.flatten(0, 1).split(args.micro_batch or size)
             with torch.no_grad():
-                errors = torch.cat([rnd.error(x, rnd.features(x)) for x in pieces]).view(T, N)
+                errors = torch.stack([rnd.error(x, rnd.features(x)) for x in frames])
             bonus = rnd.normalize(errors).cpu() * (step >= args.bonus_after)
             rnd.frames.update(frames.flatten(0, 1))
             # The predictor learns features under the new statistics, as in OpenAI's code
-            features = torch.cat([rnd.features(x) for x in pieces]).view(T, N, -1)
+            features = torch.stack([rnd.features(x) for x in frames])
 
             # Advantages. After a truncation row t + 1 still shows the episode: it bootstraps
             with torch.no_grad():
