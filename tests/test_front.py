@@ -1,0 +1,189 @@
+"""README and the scripts' pages: what they quote, draw and report equals the files that it comes from."""
+
+import csv
+import json
+import re
+
+import draw_flow
+import pytest
+
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+SCRIPTS = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
+PAGES = {name: (ROOT / f"docs/{name}.md").read_text() for name in SCRIPTS}
+RESULTS = ROOT / "benchmark/results"
+pages = pytest.mark.parametrize("page", PAGES)
+
+
+def rows_of(run) -> list[tuple[int, float, float, float]]:
+    """(step, mean return, episodes, seconds so far) of a run's rows in which episodes ended."""
+    found, before, seconds = [], 0, 0.0
+    with open(run, newline="") as file:
+        for row in csv.DictReader(file):
+            step = int(row["step"])
+            seconds += (step - before) / float(row["time/sps"])
+            before = step
+            if row["episode/return"]:
+                found.append((step, float(row["episode/return"]), float(row["episode/count"]), seconds))
+    return found
+
+
+def seeds(folder: str) -> list:
+    return sorted(RESULTS.glob(f"{folder}/seed*.csv"))
+
+
+def last_tenth(run) -> float:
+    """Mean return of the training episodes that ended in the last tenth of the steps."""
+    steps = json.loads(run.with_suffix(".json").read_text())["steps"]
+    end = [(value, count) for step, value, count, _ in rows_of(run) if step > 0.9 * steps]
+    return sum(value * count for value, count in end) / sum(count for _, count in end)
+
+
+def evaluation(run) -> float:
+    return list(json.loads(run.with_suffix(".json").read_text())["eval"]["splits"].values())[-1]["mean"]
+
+
+def minutes_to(run, score: float) -> float:
+    """Until the mean of the last rows with at least 100 episodes reaches the score."""
+    rows = rows_of(run)
+    for i in range(len(rows)):
+        total = count = 0
+        for _, value, episodes, _ in reversed(rows[: i + 1]):
+            total += value * episodes
+            count += episodes
+            if count >= 100:
+                break
+        if count >= 100 and total / count >= score:
+            return rows[i][3] / 60
+    raise AssertionError(f"{run} never reaches {score}")
+
+
+def cells(text: str, start: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_sizes():
+    assert len(README.splitlines()) <= 130 and len(README.encode()) <= 9_000
+    assert {name: len(text.splitlines()) for name, text in PAGES.items() if len(text.splitlines()) > 170} == {}
+    assert (ROOT / "docs/images/bigfish.webp").stat().st_size <= 1_500_000
+
+
+def test_quoted_code_is_the_files():
+    """The README's lines stand in the file, in this order and without a gap."""
+    ((file, code),) = re.findall(r"<!-- quoted from (\S+) -->\n```python\n(.*?)```", README, flags=re.S)
+    assert code in (ROOT / file).read_text() and len(code.splitlines()) >= 10
+
+
+def test_lengths_of_the_scripts():
+    lengths = {name: len(text.splitlines()) for name, text in SCRIPTS.items()}
+    assert f"at most {max(lengths.values())} lines each" in README
+    assert cells(README, "lines of the PPO file")[1] == str(lengths["ppo_procgen"])
+
+
+@pytest.mark.parametrize(
+    ("start", "folder"),
+    [
+        ("`ppo_procgen.py --preset openai` | starpilot", "two_cores/ppo_procgen-openai/starpilot"),
+        ("`ppo_procgen.py --preset openai` | fruitbot", "two_cores/ppo_procgen-openai/fruitbot"),
+        ("`ppo_procgen.py` | bigfish", "two_cores/ppo_procgen-narrow-8m/bigfish"),
+        ("`impala_procgen.py`", "two_cores/impala_procgen-narrow-sync/starpilot"),
+        ("`ppo_atari_rnd.py`", "two_cores/ppo_atari_rnd-no-reward/Breakout"),
+        ("`ppo_atari_snd.py`", "two_cores/ppo_atari_snd-no-reward-bf16/Breakout"),
+        ("`appo_atari.py`", "two_cores/appo_atari-two-cores/Breakout"),
+    ],
+)
+def test_results(start, folder):
+    shown = [float(x) for x in cells(README, start)[3].split(", ")]
+    assert shown == pytest.approx([last_tenth(run) for run in seeds(folder)], abs=0.5 if shown[0] > 99 else 0.051)
+
+
+@pytest.mark.parametrize(
+    ("start", "score", "folder"),
+    [
+        ("starpilot, one level", 4, "cpu/ppo_procgen/starpilot"),
+        ("Pong", 15, "two_cores/appo_atari-two-cores-0.5m/Pong"),
+        ("Breakout, 415", 414.66, "two_cores/appo_atari-two-cores/Breakout"),
+        ("coinrun", 6.79, "procgen16_1m/ppo_procgen-openai/coinrun"),
+        ("fruitbot", 10.38, "fruitbot_parts/ppo_procgen-norm-reward/fruitbot"),
+    ],
+)
+def test_minutes(start, score, folder):
+    """Of the seeds on CPU cores and of those on a GPU: the smallest and the largest."""
+    name, _, *columns = cells(README, start)
+    assert re.search(r"\d[\d.]*", name.removeprefix("starpilot, one level"))[0] in (str(score), f"{score:.1f}", "415")
+    for column, on_gpu in zip(columns, (False, True), strict=True):
+        runs = [run for run in seeds(folder) if bool(json.loads(run.with_suffix(".json").read_text())["gpu"]) == on_gpu]
+        minutes = [minutes_to(run, score) for run in runs]
+        shown = [float(x) for x in re.findall(r"\d[\d.]*", column)]
+        assert bool(shown) == bool(minutes), (name, column)
+        if minutes:
+            ends = [min(minutes), max(minutes)][: len(shown)]
+            assert shown == pytest.approx(ends, abs=0.51 if min(shown) > 9 else 0.051)
+
+
+def test_linked_cells_equal_their_runs():
+    """[training (evaluation)](folder): one value per seed, of the runs in that folder."""
+    number = r"-?\d+\.\d\d"
+    found = re.findall(
+        rf"\[({number}(?:, {number})*) \(({number}(?:, {number})*)\)\]\(\.\./benchmark/results/(\S+?)\)",
+        "".join(PAGES.values()),
+    )
+    assert len(found) >= 10
+    for training, evaluated, folder in found:
+        for shown, compute in ((training, last_tenth), (evaluated, evaluation)):
+            assert shown == ", ".join(f"{compute(run):.2f}" for run in seeds(folder)), (folder, shown)
+
+
+@pages
+def test_pictures_are_drawn_by_the_committed_program(page):
+    assert (ROOT / f"docs/images/flow_{page}.svg").read_text() == draw_flow.svg(page)
+    assert f"](images/flow_{page}.svg)" in PAGES[page]
+
+
+@pages
+def test_names_in_pseudocode_and_picture(page):
+    """What looks like a call in a page's pseudocode, and every box of its picture, is a name of the script."""
+    text = PAGES[page].split("## Pseudocode")[1].split("```")[1]
+    assert 10 <= len(text.splitlines()) - 1 <= 15
+    words = {word for call in re.findall(r"([\w.]+)\(", text) for word in call.split(".")}
+    words |= {word for box in draw_flow.FLOWS[page][0].values() for word in box.title.split(".")}
+    missing = {word for word in words if not re.search(rf"\b{word}\b", SCRIPTS[page])}
+    assert missing <= {"mean", "shuffled"}, missing
+
+
+@pages
+def test_each_advice_links_to_a_run(page):
+    """Metric, flag, run: every line of "Return flat?" but those that say that nothing was measured."""
+    table = PAGES[page].split("## Return flat? Look here")[1].split("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) >= 4
+    for line in lines:
+        seen, change, run = line.strip("| ").split(" | ")
+        assert "`" in seen and "../benchmark/results/" in run, line
+
+
+def test_published_scores():
+    """The README's published scores and their errors are those of the reference files."""
+    with open(ROOT / "benchmark/reference/procgen.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == "all_levels_PPO"]
+    for start, game, step in (
+        ("`ppo_procgen.py --preset openai` | starpilot", "starpilot", 999_424),
+        ("`ppo_procgen.py --preset openai` | fruitbot", "fruitbot", 999_424),
+        ("`ppo_procgen.py` | bigfish", "bigfish", 7_995_392),
+        ("`impala_procgen.py`", "starpilot", 1_998_848),
+    ):
+        near = [row for row in rows if row["env"] == game and abs(int(row["step"]) - step) < 0.01 * step]
+        shown = [float(x) for x in re.findall(r"[\d.]+", cells(README, start)[4])[:2]]
+        assert shown == pytest.approx([float(near[0]["last_tenth"]), float(near[0]["stderr"])], abs=0.051)
+
+
+def test_mean_of_sixteen_games():
+    """The README's row equals the page's generated table; three runs have sqrt(3) times the error as std."""
+    (line,) = [line for line in PAGES["ppo_procgen"].splitlines() if "of 16 games, last tenth" in line]
+    ours, theirs, deviation = re.findall(r"\d\.\d{3}", line)
+    row = cells(README, "`ppo_procgen.py --preset openai` | 16 games")
+    assert row[3].startswith(ours) and row[4].startswith(theirs)
+    assert float(re.findall(r"[\d.]+", row[4])[1]) == pytest.approx(float(deviation) / 3**0.5, abs=6e-4)
+    assert f"{100 * (1 - float(ours) / float(theirs)):.0f} % lower" in README
