@@ -103,7 +103,7 @@ class Args:
     minibatch_size: Annotated[int, Field(ge=2)] = 2048  # rows per SGD step; of whole rollouts
     update_epochs: PositiveInt = 1  # SGD steps on each batch, new or replayed
     lr: Schedule = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
-    """learning rate: a number, or 0 value step value ... (linear in between, then constant)"""
+    """learning rate, or 0 rate step rate ... (linear in between, then constant); the entry's"""
     adam_eps: NonNegativeFloat = 6.25e-12  # 1e-8 / 1600: the entry sums the losses of 1600 rows
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: also act meanwhile (faster, older rows)
@@ -172,7 +172,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         if done.any():
             # EnvPool would reset these in the next step, ignoring its action; now it need not
             first, _ = self.envs.reset(np.flatnonzero(done))
-            for kept in self.frames:  # safe: EnvPool makes a new array in each step
+            for kept in self.frames:  # safe: each step has a new array
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
@@ -187,7 +187,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     name = f"{args.env_id.title()}{args.distribution_mode.title()}-v0"
     if name not in envpool.list_all_envs():
         raise UsageError(f"--env-id {args.env_id}: no Procgen game of EnvPool")
-    # Drawn as in the procgen package (rand_seed); EnvPool takes signed numbers
+    # As the procgen package draws them; EnvPool takes signed numbers
     seeds = np.random.RandomState(seed).randint(2**32, size=num_envs, dtype=np.uint32)
     envs = envpool.make(
         name,
@@ -266,7 +266,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max, which never waits for a GPU."""
+    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max never waits for a GPU."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -715,8 +715,8 @@ def set_up(args: Args, saved: dict | None) -> tuple:
     if name == "auto":
         name = "cuda" if num_gpus else "cpu"
     if name != "cpu":
-        if int(name[5:] or 0) >= num_gpus:
-            raise UsageError(f"--device {name}: PyTorch sees {num_gpus} GPUs")
+        if int(name[5:] or 0) >= num_gpus or (WORLD > 1 and ":" in name):
+            raise UsageError(f"--device {name}: {num_gpus} GPUs; with torchrun: cuda")
         if WORLD > 1:  # a GPU per process, also where srun starts them
             name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
         torch.cuda.set_device(name)

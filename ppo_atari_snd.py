@@ -340,7 +340,7 @@ class SND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max, which never waits for a GPU."""
+    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max never waits for a GPU."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -769,8 +769,8 @@ def set_up(args: Args, saved: dict | None) -> tuple:
     if name == "auto":
         name = "cuda" if num_gpus else "cpu"
     if name != "cpu":
-        if int(name[5:] or 0) >= num_gpus:
-            raise UsageError(f"--device {name}: PyTorch sees {num_gpus} GPUs")
+        if int(name[5:] or 0) >= num_gpus or (WORLD > 1 and ":" in name):
+            raise UsageError(f"--device {name}: {num_gpus} GPUs; with torchrun: cuda")
         if WORLD > 1:  # a GPU per process, also where srun starts them
             name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
         torch.cuda.set_device(name)
