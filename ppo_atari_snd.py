@@ -340,7 +340,7 @@ class SND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max never waits for a GPU."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -662,8 +662,8 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
-    # A same-step vector reports in final_info, a wrapper around it in info
-    info = info.get("final_info", {}) | info
+    if "episode" not in info:
+        info = info.get("final_info", {})  # where same-step vector environments report
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -711,7 +711,7 @@ def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once even if this rank has no rows
+    for start in range(0, max(len(weight), 1), size):  # once even without rows
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total

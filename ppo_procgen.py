@@ -175,7 +175,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.frames = [*self.frames[1:], frame]
         done = terminated | truncated
         if done.any():
-            # EnvPool would reset these in the next step, ignoring its action; now it need not
+            # EnvPool would reset in the next step and ignore its action; reset now, it does not
             first, _ = self.envs.reset(np.flatnonzero(done))
             for kept in self.frames:  # safe: each step has a new array
                 kept[done] = first
@@ -271,7 +271,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,). Gumbel-max never waits for a GPU."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -372,7 +372,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
     batch: columns of T * N rows: obs, action, logits, value, advantage, target.
     """
     num_minibatches = len(batch["obs"]) // args.minibatch_size
-    weight = torch.ones(args.minibatch_size, device=batch["obs"].device)  # all rows count
+    weight = torch.ones(args.minibatch_size, device=batch["obs"].device)  # Atari masks some rows
     updates = []  # the means of each SGD step
 
     def loss(rows):
@@ -589,8 +589,8 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
-    # A same-step vector reports in final_info, a wrapper around it in info
-    info = info.get("final_info", {}) | info
+    if "episode" not in info:
+        info = info.get("final_info", {})  # where same-step vector environments report
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -638,7 +638,7 @@ def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once even if this rank has no rows
+    for start in range(0, max(len(weight), 1), size):  # once even without rows
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
