@@ -18,16 +18,13 @@ FENCE = r"(?s)```(\w*)\n(.*?)```"
 METRIC = r"(?:episode|eval|ext|loss|train|time|int|async|replay)/\w+"
 
 
-def test_pages_are_short_and_alike():
-    """A page per script, in one order, besides the generated tables."""
+def test_pages_are_short():
+    """The front page, and those of scripts besides their generated tables."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150 and len(text.encode()) <= 12_000
-    order = "Commands|The loss|Implementation details|Hyperparameters|Departures from the reference|Metrics|Results"
     for name in SCRIPTS:
         text = (ROOT / f"docs/{name}.md").read_text()
-        headings = re.findall(r"(?m)^## (.*)", re.sub(FENCE, "", text))
-        written = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", text, flags=re.S)
-        assert len(written.splitlines()) <= 200 and headings == [*order.split("|"), "Variants", "Limits"], name
+        assert len(re.sub(r"(?s)<!-- (\w+) -->.*?<!-- end of \1 -->", "", text).splitlines()) <= 200, name
 
 
 @names

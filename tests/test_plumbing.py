@@ -45,11 +45,11 @@ train/approx_kl train/explained_variance train/grad_norm train/lr time/sps time/
 @each_script
 def test_files_of_a_run(script, capfd):
     """Files and progress; a second run of the seed, without evaluations, has the same numbers; another seed others."""
-    flags, folder, split = ("--total-timesteps", 3 * ITERATION + 7), script.folder, script.split
+    flags, folder, split = ("--total-timesteps", 2 * ITERATION + 7), script.folder, script.split
     assert script.main(*flags, "--run-name", "a", "--eval-every", 100) == 0  # first reached in iteration 2
     out, error = capfd.readouterr()
     assert not error and "Gym" not in out  # gym's banner
-    assert out.count("\nstep ") == 3 and out.count(f"{split}: return ") == 2 and "runs/a: cpu, threads: 1" in out
+    assert out.count("\nstep ") == 2 and out.count(f"{split}: return ") == 2 and "runs/a: cpu, threads: 1" in out
     config = json.loads((folder / "config-0.json").read_text())
     assert config["args"]["num_envs"] == 4 and config["ranks"] == 1 and config["command"] == sys.argv
     assert config["versions"]["torch"] == torch.__version__ and "envpool" in config["versions"]
@@ -57,11 +57,11 @@ def test_files_of_a_run(script, capfd):
     assert list(folder.glob("events.out.tfevents.*")) and not list(folder.glob("*.tmp"))
     table = rows(folder)
     assert set(COLUMNS.split()) <= table[0].keys()
-    assert [row["step"] for row in table] == ["64", "128", "192"]  # the total is rounded down to whole iterations
-    assert [bool(row[script.evaluated]) for row in table] == [False, True, False]
+    assert [row["step"] for row in table] == ["64", "128"]  # the total is rounded down to whole iterations
+    assert [bool(row[script.evaluated]) for row in table] == [False, True]
     assert not {"nan", "inf"} & {cell for row in table for cell in row.values()}
     result = json.loads((folder / "eval.json").read_text())
-    assert result["step"] == load(folder)["step"] == 3 * ITERATION and list(result["splits"]) == [split]
+    assert result["step"] == load(folder)["step"] == 2 * ITERATION and list(result["splits"]) == [split]
     played = result["splits"][split]
     assert len(played["returns"]) == len(played["lengths"]) == 2
     assert played["mean"] == pytest.approx(np.mean(played["returns"]))
@@ -317,11 +317,15 @@ def test_resume_continues_the_learner(script, monkeypatch):
 
 
 @each_script
-@pytest.mark.parametrize("failure", ["environment", "loss", "weights"])
+@pytest.mark.parametrize("failure", ["environment", "loss", "weights", "log"])
 def test_a_failure_keeps_the_last_checkpoint(script, failure, monkeypatch):
-    """An error in an environment, a loss or a weight that is NaN do not touch it; nothing is left running."""
-    envs, threads, learn = script.fake(), threading.active_count(), script.module.learn
-    step, at = envs.step, 16 + 5 + 8 * ("--warmup-steps" in KINDS[script.name])
+    """Errors in an environment, a loss or a weight that is NaN, in the second iteration, leave that of the first.
+
+    A log that cannot be written (a full quota, a lost network drive) costs nothing. Nothing is left running.
+    """
+    envs, threads = script.fake(), threading.active_count()
+    step, learn, log = envs.step, script.module.learn, script.module.SummaryWriter.flush
+    at = 16 + 5 + 8 * ("--warmup-steps" in KINDS[script.name])
 
     def failing_step(actions):
         obs, reward, *rest = step(actions)
@@ -334,17 +338,22 @@ def test_a_failure_keeps_the_last_checkpoint(script, failure, monkeypatch):
     def spoiling_learn(*arguments):
         means = learn(*arguments)
         *_, net = (x for x in arguments if isinstance(x, torch.nn.Module))  # RND's and SND's own, else the agent
-        if failure == "weights" and len(envs.actions) > at:
+        if len(envs.actions) > at and failure == "weights":
             next(net.parameters()).data[0] = torch.nan
         return means
 
+    def failing_flush(writer):
+        if len(envs.actions) > at and failure == "log":
+            raise OSError
+        log(writer)
+
     monkeypatch.setattr(envs, "step", failing_step)
     monkeypatch.setattr(script.module, "learn", spoiling_learn)
-    with pytest.raises(ZeroDivisionError if failure == "environment" else FloatingPointError):
-        script.train(envs, 3, checkpoint_every=0)
-    saved = load(script.folder)
-    assert saved["step"] == ITERATION
-    assert all(torch.isfinite(weight).all() for weight in saved["agent"].values())
+    monkeypatch.setattr(script.module.SummaryWriter, "flush", failing_flush)
+    error = dict(environment=ZeroDivisionError, log=OSError).get(failure, FloatingPointError)
+    with pytest.raises(error):
+        script.train(envs, 3, checkpoint_every=300 if failure == "log" else 0)
+    assert load(script.folder)["step"] == (2 if failure == "log" else 1) * ITERATION
     assert threads_end(threads + 1)  # PyTorch's autograd may have started its own
 
 
@@ -366,22 +375,6 @@ def test_a_sweep_in_one_process(script):
         counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
     assert counts[3][1] <= counts[1][1]
     assert len(list(Path("runs").iterdir())) == 4
-
-
-@each_script
-def test_a_log_that_cannot_be_written_saves_first(script, monkeypatch):
-    """A full quota or a lost network drive, in the second iteration: its weights are saved, then the traceback."""
-    calls = []
-
-    def flush(self):
-        calls.append(self)
-        if len(calls) == 2:
-            raise OSError(122, "Disk quota exceeded")
-
-    monkeypatch.setattr(script.module.SummaryWriter, "flush", flush)
-    with pytest.raises(OSError, match="quota"):
-        script.train(script.fake(), 9)
-    assert load(script.folder)["step"] == 2 * ITERATION
 
 
 def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capfd):
@@ -415,9 +408,9 @@ if __name__ == "__main__":
 
 
 def test_signals(script):
-    """A copy in an empty folder, under another name and without docstrings, in worker processes.
+    """A copy in an empty folder, under another name, stopped and resumed again and again.
 
-    Signals go to the whole group, as Ctrl-C does: gymnasium's workers end first. Each run is the last one resumed.
+    Signals go to the whole process group, as Ctrl-C does: the environments' worker processes end first.
     """
     text = (ROOT / "ppo_procgen.py").read_text()
     text = text.replace('if __name__ == "__main__":\n', WORKERS.format(tests=str(ROOT / "tests")))
@@ -426,7 +419,7 @@ def test_signals(script):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     pipes["env"] = os.environ | {"RANK": "1"}  # without torchrun it does not mean that another rank writes
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        process = subprocess.Popen([sys.executable, "-OO", "mine.py", *flags], **pipes)
+        process = subprocess.Popen([sys.executable, "mine.py", *flags], **pipes)
         lines = (line for line in process.stdout if line.startswith("step "))
         next(lines), next(lines)
         os.killpg(process.pid, number)
@@ -435,7 +428,7 @@ def test_signals(script):
         message = f"stopped at step {saved['step']:,}: python mine.py --resume runs/a continues\n"
         killed = number == signal.SIGKILL  # at most the last iteration is lost
         assert process.returncode == (-number if killed else 130), error
-        assert (message in out) != killed and "Traceback" not in error, out + error
+        assert (message in out) != killed, out + error
         flags = ["--resume", "runs/a"]
     script.go_on(script.fake(), saved["step"] // ITERATION + 1, eval_episodes=0)
     steps = [int(row["step"]) for row in rows(script.folder)]
@@ -481,16 +474,12 @@ def test_fields_as_people_add_them(script, monkeypatch, capfd):
     Path("more_fields.py").write_text(text.replace("    seed: NonNegative", OWN_FIELDS))
     Path("cleanrl_field.py").write_text(text.replace("    seed: NonN", "    target_kl: float = None\n    seed: NonN"))
     monkeypatch.syspath_prepend(".")
-    original, script.module = script.module, importlib.import_module("more_fields")
+    script.module = importlib.import_module("more_fields")
     assert script.main(*SHORT, *"--run-name a --target-kl 0.5 --data y --sizes 1 2 --offset -2".split()) == 0
     assert script.resume("--total-timesteps", 2 * ITERATION) == 0
     saved = load(script.folder)["args"]
     assert (saved["target_kl"], saved["data"], saved["sizes"], saved["offset"]) == (0.5, "y", [1, 2], -2)
     capfd.readouterr()
-    script.module = original
-    assert script.resume() == 2
-    error = capfd.readouterr().err
-    assert "f996cf0" in error and error.count("\n") == 1, error
     script.module = importlib.import_module("cleanrl_field")
     assert script.main() == 2
     error = capfd.readouterr().err
