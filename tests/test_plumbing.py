@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+import types
 from pathlib import Path
 
 import gymnasium as gym
@@ -83,11 +84,13 @@ def test_own_environments_switches_and_schedules(script, monkeypatch):
     norms, saved, compiled = [], [], []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     for name, options in (("a", {}), ("b", dict(precision="bf16", compile=True))):
-        result = script.train(script.fake(num_actions=1), 2, run_name=name, **tables, **options)
+        envs = script.fake(num_actions=1)
+        result = script.train(envs, 2, run_name=name, **tables, **options)
         assert (result["train/lr"], result["train/ent_coef"]) == pytest.approx((2e-5, 0.2))
         norms.append(result["train/grad_norm"])
         saved.append(dict(load(script.folder.parent / name)["agent"]))
         assert equal(dict(result["agent"].state_dict()), saved[-1]) and result["run"] == f"runs/{name}"
+        assert envs.closed
     assert norms[1] == pytest.approx(norms[0], rel=0.1) and norms[1] != norms[0] and len(compiled) == 1
     torch.testing.assert_close(saved[1], saved[0], rtol=0.1, atol=0.01)  # dtypes and names too
 
@@ -148,9 +151,10 @@ def test_threads(script, monkeypatch):
         monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
         assert script.module.available_cores() == expected
     monkeypatch.setattr(Path, "read_text", lambda self: "max 100000")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6))
-    assert script.module.available_cores() == 3
+    for ranks, expected in (("2", 3), ("8", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert script.module.available_cores() == expected
 
 
 def test_each_process_has_its_gpu(script, monkeypatch):
@@ -248,13 +252,13 @@ def test_statistics_inside_or_outside_of_a_wrapper(script):
 
 def test_play(script, capfd):
     """As many episodes in each environment, without dropout; episodes that do not end are mentioned once."""
-    agent, modes = script.module.Agent(script.shape, 4, script.module.Args()), []
+    agent, modes = script.module.Agent(script.shape, 4, script.module.Args(channels=(4, 4, 4))), []
     agent.register_forward_hook(lambda *_: modes.append(agent.training))
     before = torch.get_rng_state()
-    # Short ones do not crowd out long ones: the true mean is (2 + 40) / 2
-    games = [[(2 * np.ones(steps, np.float32), "terminated")] for steps in (1, 20)]
+    # Short ones do not crowd out long ones: the true mean is (2 + 800) / 2
+    games = [[(2 * np.ones(steps, np.float32), "terminated")] for steps in (1, 400)]
     episodes = script.module.play(agent, script.fake(episodes=games), 3, seed=0)
-    assert sorted(episodes) == [(0, 2, 1)] * 3 + [(1, 40, 20)] * 3
+    assert sorted(episodes) == [(0, 2, 1)] * 3 + [(1, 800, 400)] * 3
     assert not capfd.readouterr().out
     script.module.play(agent, script.fake(episodes=[[(np.zeros(2100, np.float32), "terminated")]]), 1, seed=0)
     assert capfd.readouterr().out.count("no episode has ended in 1,000 steps") == 1
@@ -264,13 +268,15 @@ def test_play(script, capfd):
 @each_script
 def test_best_and_timed_checkpoints(script, monkeypatch):
     """best.pt has the best mean of 100 episodes, and does not postpone checkpoint.pt, due after 300 seconds."""
-    saved = []
+    saved, clock = [], [0]
 
-    def age(_, run, metrics):
+    def tick(*_):
         saved.append(load(script.folder)["step"])
-        run.last_save = time.monotonic() - 301 * (metrics["step"] % 128 == 0)
+        clock.append(clock[-1] + 151)
 
-    spy_on(monkeypatch, script.module.Run, "log", age)
+    fake = types.SimpleNamespace(monotonic=lambda: clock[-1], perf_counter=time.perf_counter)
+    monkeypatch.setattr(script.module, "time", fake)
+    spy_on(monkeypatch, script.module.Run, "log", tick)
     games = [([paid], "terminated") for paid in 40 * [9.0] + 200 * [0.0]]
     script.train(script.fake(episodes=[games] * 4), 8)
     # The first before the first step: a run that is killed early can be resumed
@@ -354,6 +360,7 @@ def test_a_failure_keeps_the_last_checkpoint(script, failure, monkeypatch):
     with pytest.raises(error):
         script.train(envs, 3, checkpoint_every=300 if failure == "log" else 0)
     assert load(script.folder)["step"] == (2 if failure == "log" else 1) * ITERATION
+    assert len(rows(script.folder)) == (2 if failure in ("weights", "log") else 1)
     assert threads_end(threads + 1)  # PyTorch's autograd may have started its own
 
 
@@ -382,8 +389,13 @@ def test_a_second_signal_does_not_cut_the_saving_short(script, monkeypatch, capf
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def saved(result, state, path):
+        assert path != script.folder / "checkpoint.pt"  # written aside, then renamed
+        if sampled:
+            signals()
+
     sampled = []
-    spy_on(monkeypatch, torch, "save", lambda *_: sampled and signals())  # which is not yet on disk
+    spy_on(monkeypatch, torch, "save", saved)
     spy_on(monkeypatch, script.module, "sample", lambda *_: sampled.append(signals()))
     before = {number: signal.signal(number, script.module.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
