@@ -445,7 +445,7 @@ class Script:
         args = tyro.cli(self.module.Args, args=KINDS[self.name].split())
         if hasattr(args, "num_groups"):
             options.setdefault("num_groups", 1)
-        return self.module.train(replace(args, **options), giving(envs), saved)
+        return self.module.train(replace(args, **options), envs if callable(envs) else giving(envs), saved)
 
     def go_on(self, envs, iterations, **changes):
         saved = self.module.load("runs/a")
