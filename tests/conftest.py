@@ -424,7 +424,7 @@ class Script:
         procgen = "procgen" in name
         self.shape = (3, 16, 16) if procgen else (4, 44, 44)
         self.split, self.evaluated = ("test", "eval/return_test") if procgen else ("game", "eval/return")
-        self.autoreset, self.other = (SAME_STEP, NEXT_STEP) if procgen else (NEXT_STEP, SAME_STEP)
+        self.autoreset = SAME_STEP if procgen else NEXT_STEP
 
     def main(self, *flags, before=None):
         words = (KINDS[self.name] if before is None else before).split()

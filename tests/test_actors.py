@@ -15,7 +15,6 @@ HALF = {  # batches of 32 rows, each of which is learned as often as it is said
     "impala_procgen": dict(minibatch_size=32, replay_proportion=0),
 }
 both = pytest.mark.parametrize("script", HALF, indirect=True)
-one = pytest.mark.parametrize("script", ["impala_procgen"], indirect=True)  # of what is one text in both
 
 
 class Slow(FakeVecEnv):
@@ -67,7 +66,7 @@ def test_a_resumed_run_may_have_other_batches(script):
     assert metrics["step"] == 32 + 64 and metrics["iteration"] == 2
 
 
-@one
+@pytest.mark.parametrize("script", ["impala_procgen"], indirect=True)  # one text in both
 def test_a_published_copy_is_never_written_to(script):
     """An actor in the middle of a step keeps weights of one version, whatever is learned or published meanwhile."""
     agent = torch.nn.Linear(3, 3)

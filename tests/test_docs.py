@@ -1,9 +1,8 @@
-"""README and docs: sizes, and that every link, test, flag, metric and command they name exists."""
+"""README and docs: sizes, and that every link, test, metric and command they name exists."""
 
 import importlib
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -55,27 +54,6 @@ def test_every_metric_is_explained():
     text = (ROOT / "docs/metrics.md").read_text()
     named = re.findall(rf'"({METRIC})"', "".join(SCRIPTS.values()))
     assert not [name for name in named if f"`{name}`" not in text]
-
-
-ELSEWHERE = """--help --resume --slow --depth --group --index-url --logdir --python --unshallow --nnodes
---nproc-per-node --preset --standalone --rdzv-backend --rdzv-endpoint --max-restarts --no-python --torch-threads
---env-threads""".split()  # of main, pytest, pip, uv, git, torchrun, old commits
-
-
-def test_flags_exist():
-    """Each flag that a page names is one of a script or of a program of the benchmark."""
-    programs = "".join(path.read_text() for path in ROOT.glob("benchmark/**/*.py"))
-    known = {*ELSEWHERE, *re.findall(r"--[a-z][a-z-]+", programs)}
-    known |= {f"--{name.replace('_', '-')}" for name in re.findall(r"(?m)^    (\w+): ", programs)}
-    for name in SCRIPTS:
-        for field in fields(importlib.import_module(name).Args):
-            flag = field.name.replace("_", "-")
-            known |= {f"--{flag}", f"--no-{flag}"}
-    for page in PAGES:
-        if page.stem == "CHANGELOG":  # has flags of the past
-            continue
-        named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())
-        assert not set(named) - known, page.name
 
 
 def commands(text: str) -> list[list[str]]:

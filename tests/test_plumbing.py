@@ -196,7 +196,7 @@ def test_wrong_environments_are_refused(script, monkeypatch):
 
     refuse(script.fake(num_envs=3))
     envs = script.fake()
-    envs.metadata = {"autoreset_mode": script.other}
+    envs.metadata = {"autoreset_mode": None}
     refuse(envs)
     for space in gym.spaces.MultiBinary(4), gym.spaces.Discrete(4, start=1), gym.spaces.Box(-1, 1, (2,)):
         envs = script.fake()
