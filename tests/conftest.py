@@ -5,6 +5,7 @@ import csv
 import importlib
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import tyro
 from gymnasium.vector import AutoresetMode
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
@@ -372,10 +374,12 @@ def plain_standardised(frames, shown, limit):
 
 
 class Snow(FakeVecEnv):
-    """Every frame is noise of its own, so that values vary."""
+    """Every frame is its own noise, so that values vary. Environments `first`, first + 1, ... of a larger vector."""
+
+    first = 0
 
     def frame(self, env):
-        seeds = [env, int(self.episode[env]), int(self.t[env])]
+        seeds = [env + self.first, int(self.episode[env]), int(self.t[env])]
         return np.random.default_rng(seeds).integers(0, 256, self.shape, np.uint8)
 
 
@@ -396,3 +400,64 @@ def impala_network(weights, obs, shift=128, pool="avg"):
     x = (x.mean((2, 3)) if pool == "avg" else x.flatten(1)).relu()
     x = linear(x, "hidden").relu()
     return linear(x, "policy"), linear(x, "value")[:, 0]
+
+
+COMMON = "--num-envs 4 --num-steps 16 --minibatch-size 32 --eval-episodes 2 --device cpu --threads 1"
+PROCGEN = f"{COMMON} --env-id leaper --channels 4 4 4"
+ATARI = f"{COMMON} --env-id Breakout --max-episode-steps 30"
+KINDS = {  # the flags of a real run of a second or two
+    "ppo_procgen": f"{PROCGEN} --norm-reward 0.99",
+    "impala_procgen": f"{PROCGEN} --num-groups 2 --sync --minibatch-size 64",
+    "ppo_atari_rnd": f"{ATARI} --warmup-steps 8 --rnd-features 8",
+    "ppo_atari_snd": f"{ATARI} --warmup-steps 8 --snd-features 8 --update-epochs 1 --frame-size 84",
+    "appo_atari": f"{ATARI} --num-groups 2 --num-minibatches 2 --sync",
+}
+ITERATION = 64  # steps
+
+
+class Script:
+    """A script in an empty folder: `main` with its flags, `train` on the fake environment."""
+
+    def __init__(self, name, path):
+        self.name, self.folder = name, path / "runs" / "a"
+        self.module = importlib.import_module(name)
+        procgen = "procgen" in name
+        self.shape = (3, 16, 16) if procgen else (4, 44, 44)
+        self.split, self.evaluated = ("test", "eval/return_test") if procgen else ("game", "eval/return")
+        self.autoreset = SAME_STEP if procgen else NEXT_STEP
+
+    def main(self, *flags, before=None):
+        words = (KINDS[self.name] if before is None else before).split()
+        try:
+            return self.module.main([*words, *map(str, flags)])
+        except SystemExit as error:  # tyro's own
+            return error.code
+
+    def resume(self, *flags):
+        return self.main(*flags, before="--resume runs/a")
+
+    def fake(self, num_envs=4, cls=FakeVecEnv, episodes=None, seed=0, **options):
+        ends = ("terminated",) if self.autoreset == SAME_STEP else ("terminated", "truncated")
+        return cls(episodes or random_episodes(num_envs, seed, ends=ends), self.autoreset, shape=self.shape, **options)
+
+    def train(self, envs, iterations=1, saved=None, **changes):
+        options = dict(eval_episodes=0, run_name="a", total_timesteps=iterations * ITERATION) | changes
+        args = tyro.cli(self.module.Args, args=KINDS[self.name].split())
+        if hasattr(args, "num_groups"):
+            options.setdefault("num_groups", 1)
+        return self.module.train(replace(args, **options), envs if callable(envs) else giving(envs), saved)
+
+    def go_on(self, envs, iterations, **changes):
+        saved = self.module.load("runs/a")
+        flags = saved["args"] | dict(total_timesteps=iterations * ITERATION) | changes
+        return self.module.train(self.module.Args(**flags), giving(envs), saved)
+
+
+@pytest.fixture(params=["ppo_procgen"])  # one for what is the same text in all five
+def script(request, tmp_path, monkeypatch):
+    def quick(weight, gain=1):  # the true one's QR would be most of these runs
+        return torch.nn.init.normal_(weight, 0, gain * weight[0].numel() ** -0.5)
+
+    monkeypatch.setattr(torch.nn.init, "orthogonal_", quick)
+    monkeypatch.chdir(tmp_path)
+    return Script(request.param, tmp_path)

@@ -1,11 +1,8 @@
-"""README and docs: sizes, and that every link, test, flag, metric and command they name exists."""
+"""README and docs: sizes, and that every link, test, metric and command they name exists."""
 
 import importlib
 import re
 import shlex
-import subprocess
-import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,26 +17,13 @@ FENCE = r"(?s)```(\w*)\n(.*?)```"
 METRIC = r"(?:episode|eval|ext|loss|train|time|int|async|replay)/\w+"
 
 
-def test_front_pages_are_short():
+def test_pages_are_short():
+    """The front page, and those of scripts besides their generated tables."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150 and len(text.encode()) <= 12_000
-    for pattern in (FENCE, r"`[^`]*`", r"\]\([^)]*\)", r"<!--.*?-->"):  # code, targets of links
-        text = re.sub(pattern, "", text, flags=re.S)
-    assert len(re.findall(r"\d[\d.,]*", text)) <= 150
-    assert len((ROOT / "benchmark/README.md").read_text().splitlines()) <= 100
-
-
-def test_pages_of_scripts():
-    """A page per script, in one order, of at most 200 lines besides the generated tables."""
-    order = "Commands|The loss|Implementation details|Hyperparameters|Departures from the reference|Metrics|Results"
-    order = [*order.split("|"), "Variants", "Limits"]
     for name in SCRIPTS:
         text = (ROOT / f"docs/{name}.md").read_text()
-        headings = re.findall(r"(?m)^## (.*)", re.sub(FENCE, "", text))
-        written = re.sub(r"<!-- (\w+) -->.*?<!-- end of \1 -->", "", text, flags=re.S)
-        assert len(written.splitlines()) <= 200 and headings == order, name
-        rows = text.split("## Implementation details")[1].split("\n## ")[0].count("\n|") - 2
-        assert 10 <= rows <= 20, (name, rows)
+        assert len(re.sub(r"(?s)<!-- (\w+) -->.*?<!-- end of \1 -->", "", text).splitlines()) <= 200, name
 
 
 @names
@@ -72,29 +56,6 @@ def test_every_metric_is_explained():
     assert not [name for name in named if f"`{name}`" not in text]
 
 
-ELSEWHERE = """--help --resume --slow --depth --group --index-url --logdir --python --unshallow --nnodes
---nproc-per-node --standalone --rdzv-backend --rdzv-endpoint --max-restarts --no-python --torch-threads
---env-threads""".split()  # of main, pytest, pip, uv, git, torchrun, old commits
-
-
-def test_flags_exist():
-    """A flag in a script's page is the script's or of a program of the benchmark; in other pages, any script's."""
-    programs = "".join(path.read_text() for path in ROOT.glob("benchmark/**/*.py"))
-    known = {*ELSEWHERE, *re.findall(r"--[a-z][a-z-]+", programs)}
-    known |= {f"--{name.replace('_', '-')}" for name in re.findall(r"(?m)^    (\w+): ", programs)}
-    flags = {}
-    for name in SCRIPTS:
-        script = importlib.import_module(name)
-        names = [field.name.replace("_", "-") for field in fields(script.Args)]
-        names += ["preset"] if hasattr(script, "OPENAI") else []
-        flags[name] = {f"--{flag}" for flag in names} | {f"--no-{flag}" for flag in names}
-    for page in PAGES:
-        allowed = known | flags.get(page.stem, set().union(*flags.values()))
-        allowed |= {"--quiet", "--vtrace", "--memory", "--target-return"} if page.stem == "CHANGELOG" else set()
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()):
-            assert flag in allowed, (page.name, flag)
-
-
 def commands(text: str) -> list[list[str]]:
     """The words of each `python SCRIPT.py ...` line in the shell blocks of a page."""
     text = re.sub(r"<!-- results -->.*?<!-- end of results -->", "", text, flags=re.S)
@@ -105,9 +66,9 @@ def commands(text: str) -> list[list[str]]:
 
 
 COMMANDS = [words for page in PAGES for words in commands(page.read_text())]
-SMOKE = [words for words in COMMANDS if words[-1] == "smoke"]
-TRAINING = {" ".join(words): words for words in COMMANDS if words not in SMOKE and "--resume" not in words}
-SMALL = {  # appended to a command, to run one iteration of its algorithm in seconds
+SAME = r"--(env-id|seed|threads|num-levels|total-timesteps|run-name) \S+ ?"  # flags that switch nothing on
+TRAINING = {re.sub(SAME, "", " ".join(words)): words for words in COMMANDS if "--resume" not in words}
+SMALL = {  # appended to a command, to run two iterations of its algorithm in seconds
     "ppo_procgen": "--channels 4 4 4",
     "impala_procgen": "--channels 4 4 4 --num-groups 4",
     "ppo_atari_rnd": "--rnd-features 8 --warmup-steps 3",
@@ -129,17 +90,9 @@ def test_commands_parse(monkeypatch):
 
 @pytest.mark.parametrize("command", TRAINING)
 def test_command_runs(command, tmp_path, monkeypatch):
-    """Every training command, shrunk, goes through two iterations: what its flags switch on works together."""
+    """Training commands, shrunk, run for two iterations: what their flags switch on works together."""
     words = TRAINING[command]
     name = Path(words[1]).stem
     monkeypatch.chdir(tmp_path)
     assert importlib.import_module(name).main([*words[2:], *SMALL[name].split(), *ALL.split()]) == 0
     assert (tmp_path / "runs/x/metrics.csv").read_text().splitlines()[-1].startswith("128,")
-
-
-def test_smoke_command_runs(tmp_path):
-    """As typed, with its evaluation."""
-    (words,) = SMOKE
-    command = [sys.executable, ROOT / words[1], *words[2:]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and (tmp_path / "runs/smoke/eval.json").exists(), done.stdout + done.stderr

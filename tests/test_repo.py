@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from conftest import ROOT
+from conftest import PROCGEN, ROOT
 
 SIZES = {  # lines and kilobytes: none may grow; "minimal" is the first word that describes this project
     "ppo_procgen": (835, 40),
@@ -56,16 +56,18 @@ def test_size():
 
 
 def test_plumbing_is_one_text():
-    """All of it but main, whose preset only ppo_procgen.py has; and what stands above Args."""
-    texts, kinds = set(), set()
+    """All of it but main, whose preset only ppo_procgen.py has; what stands above Args, and its flags of the run."""
+    texts, kinds, groups = set(), set(), set()
     for script, text in SOURCES.items():
         text = text.replace("ROWS_ON_CPU = 256", "ROWS_ON_CPU = 64")
         plumbing = text.split(PLUMBING)[1]
         texts.add(re.sub(r"(?s)\ndef main.*?\n\n\n", "", plumbing))
         kinds.add(text.split("\nWORLD = ")[1].split("\n@dataclass")[0])
+        run = text.split("    # run\n")[1].split("    # environment\n")[0]
+        groups.add(re.sub(r"(?m)^ +(env_id|total_timesteps|micro_batch|seed):.*\n", "", run))
         assert ("OPENAI" in plumbing) == (script == "ppo_procgen")
     mains = {ast.dump(functions(text)["main"]) for name, text in SOURCES.items() if name != "ppo_procgen"}
-    assert len(texts) == len(kinds) == len(mains) == 1
+    assert len(texts) == len(kinds) == len(groups) == len(mains) == 1
 
 
 def test_blocks_of_one_name_are_one_text():
@@ -78,15 +80,6 @@ def test_blocks_of_one_name_are_one_text():
                 family = [scripts for scripts in FAMILIES.get(name, ()) if script in scripts]
                 other, text = first.setdefault((name, *family), (script, ast.dump(node)))
                 assert text == ast.dump(node), f"{name} differs between {other}.py and {script}.py"
-
-
-def test_flags_of_one_name_are_one_text():
-    """The group `# run` of Args, except what depends on the algorithm."""
-    groups = []
-    for source in SOURCES.values():
-        run = source.split("    # run\n")[1].split("    # environment\n")[0].splitlines()
-        groups.append([line for line in run if not re.match(r" +(env_id|total_timesteps|micro_batch|seed):", line)])
-    assert all(group == groups[0] for group in groups)
 
 
 def test_import_has_no_side_effects_and_needs_no_environment_package():
@@ -111,46 +104,27 @@ def pins() -> dict:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-def test_pins():
-    """Exact pins, of these packages only."""
+def test_metadata_are_the_requirements():
+    """What `uv run` reads at the head of each script and `uv sync` in pyproject.toml is what pip installs."""
     assert pins().keys() == {"torch", "numpy", "gymnasium", "envpool", "tyro", "pydantic", "tensorboard", "tqdm"}
-
-
-@pytest.mark.parametrize("script", SOURCES)
-def test_script_metadata_is_requirements(script):
-    """The PEP 723 block, from which `uv run` installs Python and the packages."""
-    (block,) = re.findall(r"(?m)^# /// script$\n((?:^#.*$\n)+?)^# ///$", SOURCES[script])
-    metadata = tomllib.loads("".join(line[2:] for line in block.splitlines(keepends=True)))
-    assert metadata["requires-python"] == ">=3.11,<3.15"  # later Pythons have no wheels
-    assert dict(pin.split("==") for pin in metadata["dependencies"]) == pins()
-
-
-def test_project_metadata_is_requirements():
-    """`uv sync` installs what pip installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert dict(pin.split("==") for pin in project["project"]["dependencies"]) == pins()
-    assert project["project"]["requires-python"] == ">=3.11,<3.15"
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     assert project["dependency-groups"]["dev"] == [line for line in lines if line and line[0] not in "#-"]
+    metadata = [project["project"]]
+    for source in SOURCES.values():
+        (block,) = re.findall(r"(?m)^# /// script$\n((?:^#.*$\n)+?)^# ///$", source)
+        metadata.append(tomllib.loads("".join(line[2:] for line in block.splitlines(keepends=True))))
+    for each in metadata:
+        assert each["requires-python"] == ">=3.11,<3.15"  # later Pythons have no wheels
+        assert dict(pin.split("==") for pin in each["dependencies"]) == pins()
 
 
 @pytest.mark.slow
 def test_uv_runs_a_script_in_an_empty_folder(tmp_path):
     """uv makes an environment with the pins of the block and trains."""
     (tmp_path / "ppo_procgen.py").write_text(SOURCES["ppo_procgen"])
-    flags = "--env-id leaper --num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4 --total-timesteps 64"
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "run",
-        "--python",
-        sys.executable,
-        "ppo_procgen.py",
-        *flags.split(),
-        "--eval-episodes",
-        "0",
-    ]
-    done = subprocess.run([*command, "--run-name", "a"], cwd=tmp_path, capture_output=True, text=True)
+    flags = f"{PROCGEN} --total-timesteps 64 --run-name a".split()
+    command = [sys.executable, *"-m uv run --python".split(), sys.executable, "ppo_procgen.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/a/checkpoint.pt").exists()
