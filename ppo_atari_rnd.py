@@ -236,7 +236,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Channels-last while still uint8 (a quarter of the memory traffic), then scale in place.
+        # Channels-last while still uint8, a quarter of the memory traffic
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = F.relu(self.hidden1(self.trunk(x)))

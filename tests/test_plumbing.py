@@ -171,18 +171,20 @@ def test_threads(script, monkeypatch):
 
 
 def test_each_process_has_its_gpu(script, monkeypatch):
-    """torchrun's LOCAL_RANK, else (srun) the rank modulo the number of GPUs; --device cuda:1 does not choose."""
-    module = script.module
+    """torchrun's LOCAL_RANK, else (srun) the rank modulo the number of GPUs; --device cuda:1 is refused."""
+    module, chosen = script.module, []
     monkeypatch.setattr(module, "WORLD", 2)
     monkeypatch.setattr(module, "RANK", 5)
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "broadcast_object_list", lambda objects, device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(module.UsageError, match="--device cuda:1: "):
-        module.set_up(module.Args(device="cuda"), None)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    module.set_up(module.Args(device="cuda"), None)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(module.UsageError, match="--device cuda:3: "):
-        module.set_up(module.Args(device="cuda:2"), None)
+    *_, device = module.set_up(module.Args(device="cuda"), None)
+    assert chosen == ["cuda:1", "cuda:3"] and device == torch.device("cuda:3")
+    with pytest.raises(module.UsageError, match="--device cuda:1: "):
+        module.set_up(module.Args(device="cuda:1"), None)
 
 
 @each_script
