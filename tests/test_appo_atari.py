@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from appo_atari import Agent, Args, AtariEnvs, UsageError, ppo_loss
-from pydantic import ValidationError
+from appo_atari import Agent, Args, AtariEnvs, ppo_loss
 
 import conftest
-from conftest import FakeVecEnv, Snow, giving, plain_gae, random_episodes, random_play, read
+from conftest import FakeVecEnv, Snow, plain_gae, random_episodes, random_play, read
 
 SHAPE = (2, 44, 44)
 SMALL = dict(num_envs=4, num_groups=1, num_steps=16, minibatch_size=32, num_minibatches=2, update_epochs=1, sync=True)
@@ -89,30 +88,6 @@ def test_learns_the_rewarded_action(tmp_path):
     run(tmp_path, envs, 50, **options)
     returns = [float(row["episode/return"]) for row in read(tmp_path / "run")]
     assert max(np.mean(returns[i : i + 10]) for i in range(0, 50, 10)) > 0.65 * 8
-
-
-def test_lr_schedule(tmp_path):
-    """It falls to 0 at --total-timesteps, at a new one after a resume; --no-anneal-lr leaves --lr as it is."""
-    run(tmp_path, [fake()], 2, lr=(1e-3,))
-    args = Args(**SMALL | dict(run_dir=str(tmp_path), total_timesteps=4 * 64, lr=1e-3))
-    appo_atari.train(args, giving(fake()), saved=appo_atari.load(tmp_path / "run"))
-    rates = [float(row["train/lr"]) for row in read(tmp_path / "run")]
-    np.testing.assert_allclose(rates, [1e-3, 5e-4, 5e-4, 2.5e-4], rtol=1e-5)
-    metrics, _ = run(tmp_path, [fake()], 2, "knots", lr=(0, 1e-3, 128, 2e-3), anneal_lr=False)
-    assert metrics["train/lr"] == pytest.approx(1.5e-3)
-
-
-def test_what_is_refused(tmp_path):
-    """Groups that do not divide, parts of rollouts, what would wait forever, other environments; nothing is written."""
-    parts = dict(num_minibatches=3, minibatch_size=16, num_groups=2)
-    for changes in dict(num_groups=3), dict(minibatch_size=24), parts, dict(num_batches_to_accumulate=-1):
-        with pytest.raises(ValidationError, match=next(iter(changes)).replace("_", ".")):
-            run(tmp_path, None, **changes)
-    same_step = FakeVecEnv(random_episodes(4), conftest.SAME_STEP, shape=SHAPE)
-    for envs in (same_step, FakeVecEnv(random_episodes(4), shape=(4, 35, 60))):
-        with pytest.raises(UsageError, match="needs AutoresetMode.NEXT_STEP.*H, W >= 36"):
-            run(tmp_path, [envs])
-    assert not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------- one whole update

@@ -1,4 +1,4 @@
-"""What several scripts have in common besides the plumbing: Atari's environments, and bonuses of frames."""
+"""What several scripts have in common besides the plumbing: flags, Atari's environments, bonuses of frames."""
 
 import appo_atari
 import numpy as np
@@ -8,11 +8,35 @@ import pytest
 import torch
 
 import conftest
+import test_appo_atari
+import test_impala_procgen
 import test_ppo_atari_rnd
 import test_ppo_atari_snd
-from conftest import Games, giving, random_episodes, random_play, spy_on
+from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, Games, giving, random_episodes, random_play, spy_on
 
 SHAPE, WARMUP, T, N = (4, 44, 44), 3, 8, 4
+
+REFUSED = {  # flags, of which the message names the first; the smallest frames
+    test_appo_atari: ([dict(num_groups=3), dict(minibatch_size=24), dict(num_minibatches=3, num_envs=5)], 36),
+    test_impala_procgen: ([dict(minibatch_size=96), dict(num_groups=3), dict(replay_proportion=0.5)], 8),
+    test_ppo_atari_rnd: ([dict(minibatch_size=4), dict(minibatch_size=24)], 44),
+    test_ppo_atari_snd: ([dict(minibatch_size=24), dict(eval_every=9)], 4),
+}
+
+
+@pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
+def test_what_is_refused(module, tmp_path):
+    """Parts of rollouts or environments, groups that do not divide, endless replay; nothing is written."""
+    changes, smallest = REFUSED[module]
+    for change in changes:
+        with pytest.raises(ValueError, match=next(iter(change)).replace("_", "[-_]")):
+            module.run(tmp_path, None, **change)
+    autoreset = SAME_STEP if module is test_impala_procgen else NEXT_STEP
+    envs = FakeVecEnv(random_episodes(4), autoreset, shape=(3, smallest - 1, 60))
+    with pytest.raises(ValueError, match=f"needs {autoreset}.*H, W >= {smallest}"):
+        module.run(tmp_path, [envs])
+    assert not list(tmp_path.iterdir())
+
 
 # ------------------------------------------------------------------------------------------------------ the environment
 
@@ -82,6 +106,8 @@ def test_options_reach_the_emulator(script):
     assert config.img_height == config.img_width == 96 and config.max_episode_steps == 99
     assert config.use_fire_reset != is_appo and config.reward_clip == config.episodic_life == is_appo
     assert envs.single_observation_space.shape == (2, 96, 96)
+    with pytest.raises(script.UsageError, match="Ant"):
+        atari(script, env_id="Ant")  # of EnvPool, too, but not Atari's
 
 
 @both

@@ -4,10 +4,9 @@ import random
 
 import impala_procgen
 import numpy as np
-import pydantic
 import pytest
 import torch
-from impala_procgen import Agent, Args, UsageError, evaluate, train
+from impala_procgen import Agent, Args, evaluate, train
 
 import conftest
 from conftest import SAME_STEP, FakeVecEnv, Snow, impala_network, random_episodes, read
@@ -132,18 +131,6 @@ def test_replay_ring_and_proportion(tmp_path, monkeypatch):
     counts = [int(row["replay/count"]) for row in read(tmp_path / "run")]
     assert set(counts) == {1, 2} and 1.3 < np.mean(counts) < 1.7
     assert min(np.bincount(ages, minlength=3)) > 15  # of about 90
-
-
-def test_what_is_refused(tmp_path):
-    """Parts of rollouts as batches, groups of another size, endless replay; nothing is written."""
-    with pytest.raises(UsageError, match=r"\(4, 3, 16, 16\); needs .* uint8 \(2, C, H, W\)"):
-        run(tmp_path, [fake(4)], num_groups=2)
-    endless = dict(replay_proportion=0.5), dict(replay_proportion=100.5, replay_slots=1)
-    for wrong in (dict(minibatch_size=96), dict(num_groups=3), *endless, dict(total_timesteps=63)):
-        name = next(iter(wrong))
-        with pytest.raises(pydantic.ValidationError, match=f"{name}|--{name.replace('_', '-')}"):
-            Args(**SMALL | wrong)
-    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------------ learning
