@@ -39,21 +39,10 @@ def test_ratios_stay_within_their_limits():
         assert terms["loss/value"].tolist() == [1, 1, 39**2]
 
 
-def test_sums_of_white_frames_are_exact():
-    """In fp32, also of more frames than are summed at once."""
-    agent = Agent(SHAPE, 4, Args())
-    agent.frames.update(torch.full((1000, *SHAPE), 255, dtype=torch.uint8))
-    count, total, squares = agent.frames.sums
-    assert (count == 1001).all() and (total == 255_000).all() and (squares == 1001 * 255**2).all()
-
-
 def test_initial_weights():
     """Orthogonal of gain 1 in all layers, heads included, and zero biases: as in Sample Factory."""
     parts = ("trunk", "hidden", "policy", "value")
     conftest.assert_initial(Agent((4, 44, 44), 6, Args()), dict.fromkeys(parts, 1.0))
-
-
-# ------------------------------------------------------------------------------------------------------ a training run
 
 
 @pytest.mark.filterwarnings("ignore:var")  # of no row

@@ -22,9 +22,6 @@ def fake(num_envs=4, seed=0, cls=FakeVecEnv):
     return cls(random_episodes(num_envs, seed), SAME_STEP, shape=SHAPE)
 
 
-# ------------------------------------------------------------------------------------------------------ whole updates
-
-
 def plain_vtrace(reward, value, ended, cut, rho, gamma, lam=1):
     """Targets, advantages (T, N) by the definition's sums over each episode, O(T^2); value (T + 1, N)."""
     target, advantage, rho = value.copy(), np.zeros(reward.shape), np.minimum(rho, 1)
@@ -110,9 +107,6 @@ def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
         torch.testing.assert_close(saved["agent"][key].double(), x.detach(), rtol=1e-9, atol=1e-12, msg=key)
 
 
-# ------------------------------------------------------------------------------------------------------------- options
-
-
 def test_replay_ring_and_proportion(tmp_path, monkeypatch):
     """First in, first out, any slot is drawn; 1.5 replayed batches a new one on the average, always 1 or 2."""
     ages = []
@@ -131,9 +125,6 @@ def test_replay_ring_and_proportion(tmp_path, monkeypatch):
     counts = [int(row["replay/count"]) for row in read(tmp_path / "run")]
     assert set(counts) == {1, 2} and 1.3 < np.mean(counts) < 1.7
     assert min(np.bincount(ages, minlength=3)) > 15  # of about 90
-
-
-# ------------------------------------------------------------------------------------------------------------ learning
 
 
 def test_learns_the_rewarded_action(tmp_path):

@@ -83,9 +83,6 @@ def test_normalized_rewards_are_clipped():
     assert got[-2:] == [10, -10]
 
 
-# ----------------------------------------------------------------------------------------------------------- network
-
-
 def test_network_size_and_layout():
     """As many weights as the reference; Keras' Glorot; OpenAI's has 3 input channels and orthogonal heads."""
     agent = network((6, 64, 64), 15, channels=(32, 64, 64))
@@ -220,9 +217,6 @@ def test_learns_the_rewarded_action(tmp_path):
     options = dict(num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=(2e-3,), gamma=0.5)
     metrics, _ = run(tmp_path, envs, iterations=12, channels=(8, 8, 8), pool="flatten", **options)
     assert metrics["episode/return"] / 9 > 0.8
-
-
-# --------------------------------------------------------------------------------------------------------- evaluation
 
 
 def test_splits(monkeypatch):

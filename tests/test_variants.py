@@ -18,26 +18,26 @@ from conftest import FOLDER, ROOT, SAME_STEP, STEMS, FakeVecEnv, giving, random_
 from test_appo_atari import compare_with_plain
 from test_impala_procgen import plain_vtrace
 
-ITERATION = "--num-envs 4 --num-steps 16 --minibatch-size 32 --threads 1"
+ITERATION = "--num-envs 4 --num-steps 8 --minibatch-size 16 --threads 1"
 LEAPER = "--env-id leaper --channels 4 4 4"
 BREAKOUT = "--env-id Breakout --max-episode-steps 30"
 BONUS = "--warmup-steps 3 --update-epochs 1"
 RND = f"{BREAKOUT} {BONUS} --rnd-features 8"
-SND = f"{BREAKOUT} {BONUS} --snd-features 8"
+SND = f"{BREAKOUT} {BONUS} --snd-features 8 --pairs 4"
 OWN = {
     "appo_vtrace": f"{BREAKOUT} --num-groups 2 --num-minibatches 2 --sync",
     "procgen_augment": f"{LEAPER} --augment flip translate crop rotate pad_crop",
-    "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
+    "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 32 --augment-draw anew",
     "procgen_rnd": LEAPER,
     "procgen_shaped": LEAPER,
     "procgen_tf_adam": f"{LEAPER} --adam-eps 1e-5",
     "rnd_recurrent": f"{RND} --target-return 999",
     "rnd_dnc": f"{RND} --dnc 4 3 2",
-    "rnd_michalnand": f"--config ppo_rnd_b2 --snd-features 8 --max-episode-steps 30 {BONUS}",
+    "rnd_michalnand": f"--config ppo_rnd_b2 --max-episode-steps 30 {BONUS} --snd-features 8 --pairs 4",
     "snd_procgen": "--env-id jumper --target vic --snd-features 8 --update-epochs 1",
     "snd_paper": f"{SND} --target std",
-    "snd_entropy": f"{SND} --episodic-steps 5",
     "snd_breakout": SND,
+    "snd_entropy": f"{SND} --episodic-steps 5",
 }
 
 
@@ -60,14 +60,14 @@ def test_runs_and_continues(variant, name, tmp_path, monkeypatch):
         assert end.value.code == 0
 
     folder, file = tmp_path / "runs" / "x", FOLDER / f"{name}.py"
-    run(file, *f"{ITERATION} {OWN[name]} --total-timesteps 128 --eval-episodes 2 --run-name x".split())
+    run(file, *f"{ITERATION} {OWN[name]} --total-timesteps 64 --eval-episodes 2 --run-name x".split())
     played = json.loads((folder / "eval.json").read_text())
-    assert Path(json.loads((folder / "config-0.json").read_text())["command"][0]) == file and played["step"] == 128
+    assert Path(json.loads((folder / "config-0.json").read_text())["command"][0]) == file and played["step"] == 64
     if name in ("procgen_rnd", "rnd_recurrent", "rnd_dnc"):  # whose state is more than weights
         run(ROOT / "benchmark" / "evaluate.py", folder, "--episodes", 2, "--out", tmp_path / "out.json")
         assert json.loads((tmp_path / "out.json").read_text()) == played
-    run(file, "--resume", folder, "--total-timesteps", 192, "--eval-episodes", 0)
-    assert rows(folder)[-1]["step"] == "192"
+    run(file, "--resume", folder, "--total-timesteps", 96, "--eval-episodes", 0)
+    assert rows(folder)[-1]["step"] == "96"
 
 
 # ------------------------------------------------------------------------------------------- of the scripts for Procgen
@@ -262,9 +262,6 @@ def test_pbt_refuses_in_one_line(variant, tmp_path, monkeypatch, capsys):
         assert pbt.main(["ppo_procgen", folder, "--slice-steps", steps, "--", *PBT]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert part in line, line
-    with pytest.raises(SystemExit) as end:  # tyro's box
-        pbt.main(["ppo_procgen", new, "--ent-coef", "0.1", "0.03"])
-    assert end.value.code == 2 and "--ent-coef 0.1 0.03" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -298,13 +295,8 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     files = {path.name for path in run.iterdir()} - {"film.mp4"} | {"README.md", "replay.mp4"}
     assert {path.name for path in folder.iterdir()} == files
     assert hub.main(arguments[:2]) == 0 and sent == [("user/name", folder)]
+    assert hub.command_of("snd_breakout", {"seed": 3}, 2) == (
+        "torchrun --nproc-per-node 2 benchmark/variants/snd_breakout.py --seed 3"
+    )
     torch.save({"step": 500000}, run / "checkpoint.pt")
     assert hub.main(arguments) == 2 and "checkpoint.pt of 500000" in capsys.readouterr().err
-
-
-def test_hub_commands(variant):
-    """A variant without flags of its own has those of its script; several ranks start with torchrun."""
-    hub = variant("hub")
-    flags = json.loads(json.dumps(dataclasses.asdict(variant("ppo_atari_snd").Args(seed=3))))
-    assert hub.command_of("snd_breakout", flags, ranks=1) == "python benchmark/variants/snd_breakout.py --seed 3"
-    assert hub.command_of("ppo_atari_snd", flags, ranks=2) == "torchrun --nproc-per-node 2 ppo_atari_snd.py --seed 3"

@@ -47,7 +47,7 @@ def test_training_ends_at_the_target_return(variant, tmp_path):
     run = conftest.runner(variant("rnd_recurrent").script, SMALL)
     # Episodes 0 to 24 of each of the 4 environments return 0.75, 25 to 49 return 3.
     episodes = [([x, 0.0, 0.0], "terminated") for x in 25 * [0.75] + 25 * [3.0]]
-    for target, iterations in {0.75: 25, 2: 39, 9: 42}.items():
+    for target, iterations in {0.75: 25, 2: 39}.items():
         changes = dict(target_return=target, num_steps=4, warmup_steps=0)  # an iteration is one episode of each
         metrics, saved = run(tmp_path, Games([episodes] * N, shape=SHAPE), 42, f"target {target}", **changes)
         assert saved["step"] == metrics["step"] == 16 * iterations
