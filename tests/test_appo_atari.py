@@ -23,9 +23,6 @@ def fake(num_envs=4, cls=FakeVecEnv, **options):
     return cls(episodes, shape=SHAPE, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------- maths
-
-
 def test_ratios_stay_within_their_limits():
     """0.05 and 20, which are no clips: they stay with --clip 0, and --vf-clip 0 leaves values as they are."""
     logits = torch.tensor([[-20.0, 0.0], [-20.0, 0.0], [2.0, -2.0]])
@@ -77,9 +74,6 @@ def test_learns_the_rewarded_action(tmp_path):
     run(tmp_path, envs, 50, **options)
     returns = [float(row["episode/return"]) for row in read(tmp_path / "run")]
     assert max(np.mean(returns[i : i + 10]) for i in range(0, 50, 10)) > 0.65 * 8
-
-
-# --------------------------------------------------------------------------------------------------- one whole update
 
 
 def moments(rows):
@@ -178,9 +172,6 @@ def compare_with_plain(module, tmp_path, max_grad_norm, vtrace=None):
     np.testing.assert_allclose(saved["agent"]["frames.sums"][0], len(plain.frames) + 1)
     for name, x in plain.w.items():
         torch.testing.assert_close(saved["agent"][name].double(), x.detach(), rtol=1e-9, atol=1e-12, msg=name)
-
-
-# ------------------------------------------------------------------------------------------------------ the environment
 
 
 def test_a_game_that_ends_in_the_noops_after_a_lost_life():

@@ -1,9 +1,13 @@
 """What several scripts have in common besides the plumbing: flags, Atari's environments, bonuses of frames."""
 
+import re
+
 import appo_atari
+import impala_procgen
 import numpy as np
 import ppo_atari_rnd
 import ppo_atari_snd
+import ppo_procgen
 import pytest
 import torch
 
@@ -12,9 +16,23 @@ import test_appo_atari
 import test_impala_procgen
 import test_ppo_atari_rnd
 import test_ppo_atari_snd
-from conftest import NEXT_STEP, SAME_STEP, FakeVecEnv, Games, giving, random_episodes, random_play, spy_on
+from conftest import NEXT_STEP, ROOT, SAME_STEP, FakeVecEnv, Games, giving, random_episodes, random_play, spy_on
 
 SHAPE, WARMUP, T, N = (4, 44, 44), 3, 8, 4
+SCRIPTS = [appo_atari, impala_procgen, ppo_atari_rnd, ppo_atari_snd, ppo_procgen]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_defaults_match_reference_table(script):
+    """The numbers of a flag's second column on the docs page, next to those of paper and reference code."""
+    page = (ROOT / f"docs/{script.__name__}.md").read_text()
+    table = page.split("## Hyperparameters")[1].split("\n## ")[0]
+    cells = re.findall(r"(?m)^\| `--([a-z-]+)` \| \**([\d.,e-]+)(?:\*|,| \|| =)", table)
+    for flag, number in cells:
+        default = getattr(script.Args(), flag.replace("-", "_"))
+        assert default in (float(number.replace(",", "")), (0, float(number.replace(",", "")))), flag
+    assert len(cells) > 8
+
 
 REFUSED = {  # flags, of which the message names the first; the smallest frames
     test_appo_atari: ([dict(num_groups=3), dict(minibatch_size=24), dict(num_minibatches=3, num_envs=5)], 36),

@@ -20,9 +20,6 @@ def fake(num_envs=N, ends=("terminated", "truncated", "life"), **options):
     return Games(random_episodes(num_envs, ends=ends), shape=SHAPE, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------- maths
-
-
 def test_network_sizes_and_initial_weights():
     """Layer by layer as in the authors' cnn_policy_param_matched.py and cnn_gru_policy_dynamics.py."""
     agent = Agent((4, 84, 84), 18, Args())

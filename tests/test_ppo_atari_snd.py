@@ -22,9 +22,6 @@ def fake(shape=SHAPE, **options):
     return Games(random_episodes(N, ends=("terminated", "truncated", "life")), shape=shape, **options)
 
 
-# ------------------------------------------------------------------------------------------------------------- maths
-
-
 def test_networks_have_the_published_layers(variant):
     """Numbers of weights layer by layer at 32 x 32 (4 x 4 maps), and the scale of each layer at first."""
     paper = variant("snd_paper")

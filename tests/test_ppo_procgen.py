@@ -25,9 +25,6 @@ def network(shape=SHAPE, num_actions=4, **changes):
     return Agent(shape, num_actions, Args(**{"channels": (4, 4, 4)} | changes))
 
 
-# ------------------------------------------------------------------------------------------------------------- maths
-
-
 def fake():
     return FakeVecEnv(random_episodes(4), SAME_STEP)
 
@@ -198,9 +195,6 @@ def test_preset():
         patch.setattr(ppo_procgen, "train", lambda args, *rest: seen.append(args))
         assert ppo_procgen.main("--preset openai --num-levels 200 --gamma 0.5".split()) == 0
     assert seen == [replace(OPENAI, num_levels=200, gamma=0.5)]
-
-
-# ------------------------------------------------------------------------------------------------- games and metrics
 
 
 def test_metrics_over_all_ended_games(tmp_path):

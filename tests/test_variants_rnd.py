@@ -8,8 +8,6 @@ import conftest
 from conftest import Games
 from test_ppo_atari_rnd import SHAPE, SMALL, N, T, assert_updates_equal_reference, plain_agent
 
-# ------------------------------------------------------------------------------------------------- the recurrent policy
-
 
 @pytest.mark.usefixtures("in_float64")
 def test_updates_equal_float64_reference(variant, tmp_path, monkeypatch):
@@ -51,9 +49,6 @@ def test_training_ends_at_the_target_return(variant, tmp_path):
         changes = dict(target_return=target, num_steps=4, warmup_steps=0)  # an iteration is one episode of each
         metrics, saved = run(tmp_path, Games([episodes] * N, shape=SHAPE), 42, f"target {target}", **changes)
         assert saved["step"] == metrics["step"] == 16 * iterations
-
-
-# --------------------------------------------------------------------------------------------------------------- a DNC
 
 
 def test_an_end_empties_the_dnc(variant):
