@@ -102,7 +102,7 @@ def test_true_returns_of_berzerk(script):
 
 @both
 def test_a_game_over_at_the_time_limit_is_a_termination(script):
-    """EnvPool calls it cut only; then its last frame's value would count as a future."""
+    """EnvPool reports only the truncation, so the value of the last frame would count."""
     lengths = []
     whole_games = dict(episodic_life=False) if script is appo_atari else {}
     for limit in (4500, None):
@@ -171,7 +171,7 @@ def fake(num_envs=N):
 
 
 def test_games_begin_after_the_warm_up(bonus, tmp_path):
-    """Statistics of exactly the warm-up's frames; then all games begin anew, as in the authors' code."""
+    """The statistics begin with the warm-up's frames; then all environments are reset, as in the authors' code."""
 
     class Fresh(Games):
         def reset(self, **options):  # as RecordEpisodeStatistics

@@ -46,7 +46,7 @@ def plain_linear(w, name, x):
 
 
 def plain_agent(w, obs, memory, before):
-    """(L, B, C, S, S) -> logits and values, (L, B, ...), memory (B, 256); after a row where `before` it begins anew."""
+    """(L, B, C, S, S) -> logits and values, (L, B, ...), memory (B, 256); 0 after a row where `before` is set."""
     x = plain_convolutions(w, "trunk", obs.flatten(0, 1).double() / 255)
     x = F.relu(plain_linear(w, "hidden1", x))
     if "hidden2.weight" in w:
@@ -72,7 +72,7 @@ def plain_rnd(w, net, x):
     return x
 
 
-def test_a_pixel_that_never_changes_has_a_small_deviation():
+def test_a_pixel_that_never_changes_has_a_small_std():
     """But not zero, however long it was seen; sums are exact, also of more rows than are summed at once."""
     constant = RunningMoments((2,), 1e-4, 1, 1e-12)
     constant.update(torch.full((700, 2), 255, dtype=torch.uint8))
@@ -217,7 +217,7 @@ def test_the_bonus_finds_the_rare_door(tmp_path, seed):
 
 
 def test_rooms_in_metrics_and_checkpoint(tmp_path):
-    """Of all games; a resumed run still knows them."""
+    """Of all episodes; a resumed run still knows them."""
     options = SMALL | dict(env_id="MontezumaRevenge", num_envs=2, max_episode_steps=5, total_timesteps=2 * T)
     metrics = train(Args(**options, run_dir=str(tmp_path), run_name="run"))
     assert metrics["episode/rooms_ever"] == 1 and metrics["episode/length"] == 5

@@ -228,7 +228,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, variant, name):
             mask = (next(rands) < (args.predictor_share or 1)).double()
             error = plain_snd(r, "predictor", x[rows], kind)[0] - plain_snd(r, "target", x[rows], kind)[0].detach()
             predictor = (error**2 * mask).sum() / (1 if kind == "std" else mask.sum())
-            one = rows[valid[rows]]  # the next frame of a dummy row is another game's
+            one = rows[valid[rows]]  # the next frame of a dummy row is another episode's
             other = one + N
             if kind == "v":
                 one, other = next(ints)
@@ -255,8 +255,8 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, variant, name):
 
 
 @pytest.mark.parametrize("target", ["std", "vic"])
-def test_minibatches_without_consecutive_frames_of_a_game_have_a_loss(tmp_path, variant, target):
-    """In step games of one action make each second row a dummy: its minibatch has no pair of one game."""
+def test_minibatches_without_consecutive_frames_have_a_loss(tmp_path, variant, target):
+    """Episodes of one step make each second row a dummy: its minibatch has no pair of one episode."""
     envs = Games([[([1.0], "terminated")]] * N, shape=SHAPE)
     metrics, _ = conftest.runner(variant("snd_paper").script, SMALL)(tmp_path, envs, target=target, minibatch_size=N)
     assert metrics["train/valid_frac"] == 0.5

@@ -39,7 +39,7 @@ def test_the_weight_of_the_kl_follows_its_target(tmp_path):
 
 
 def test_advantages_without_spread_are_not_blown_up():
-    """The deviation that divides is at least 1e-4, as in RLlib."""
+    """The std that divides is at least 1e-4, as in RLlib."""
     assert 0 < standardize(1e-9 * torch.arange(64.0)).abs().max() < 1e-3
 
 
@@ -81,7 +81,7 @@ def test_normalized_rewards_are_clipped():
 
 
 def test_network_size_and_layout():
-    """As many weights as the reference; Keras' Glorot; OpenAI's has 3 input channels and orthogonal heads."""
+    """The reference's number of weights; Keras' Glorot; OpenAI's has 3 input channels and orthogonal heads."""
     agent = network((6, 64, 64), 15, channels=(32, 64, 64))
     flattened = network((6, 64, 64), 15, channels=(32, 64, 64), pool="flatten")
     openai = Agent((3, 64, 64), 15, OPENAI)
@@ -214,7 +214,7 @@ def test_learns_the_rewarded_action(tmp_path):
 
 
 def test_splits(monkeypatch):
-    """Both splits with limited levels, one without; seeds of their own; standard errors of the mean."""
+    """Both splits with limited levels, one without; different seeds; standard errors of the mean."""
     made, seeds = [], []
 
     def make_envs(args, num_envs, seed, test=False):

@@ -23,7 +23,7 @@ def test_initial_weights_of_the_gru(variant):
 
 
 def test_memory_is_carried_in_evaluation(variant):
-    """Each game that is played has a memory of its own, from nothing, its last frame too; training keeps its own."""
+    """Each episode starts with an empty memory; that of training is left alone."""
     module = variant("rnd_recurrent")
     torch.manual_seed(0)
     agent, calls = module.Agent(SHAPE, 4, module.Args()), []
