@@ -75,8 +75,8 @@ def plain_rnd(w, net, x):
 def test_a_pixel_that_never_changes_has_a_small_std():
     """At least 1e-6, however long it was seen; sums are exact, also of more rows than are summed at once."""
     constant, pixels = RunningMoments((2,), count=1e-4, variance=1, epsilon=0), torch.tensor([0.0, 255.0]).double()
-    constant.update(pixels.expand(700, 2).to(torch.uint8))
-    assert constant.sums[2].tolist() == [1e-4, 1e-4 + 700 * 255**2]
+    constant.update(pixels.expand(701, 2).to(torch.uint8))
+    assert constant.sums[2].tolist() == [1e-4, 1e-4 + 701 * 255**2]
     constant.sums += 2e9 * torch.stack([torch.ones(2), pixels, pixels**2])
     constant.update(pixels[None].to(torch.uint8))
     assert (constant.std > 0.9e-6).all() and (constant.std < 1e-2).all()
