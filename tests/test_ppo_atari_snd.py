@@ -142,7 +142,8 @@ def plain_target_loss(kind, w, x, y, far):
 
 
 CASES = {  # of the script; of the variant
-    "v": dict(micro_batch=7, predictor_share=0.5, pairs=40, frame_channels=3),
+    "gray": dict(max_grad_norm=0, pairs=40),
+    "rgb": dict(micro_batch=7, predictor_share=0.5, pairs=40, frame_channels=3),
     "paper-v": dict(target="v", predictor_share=0.5, pairs=9, eta=2.6),
     "paper-std": dict(target="std", micro_batch=7, eta=420),
     "paper-vic": dict(target="vic", predictor_share=0.5, eta=60, ext_coef=0, clip=1e-4, max_grad_norm=0),
@@ -157,14 +158,14 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, variant, name):
     Compared: weights of policy, predictor and target, frame statistics, metrics. Augmentation is a mirror here, which
     is vertical or horizontal in turn: each frame of a pair has its own.
     """
-    changes, is_paper, module = CASES[name], name != "v", ppo_atari_snd
+    changes, is_paper, module = CASES[name], name.startswith("paper"), ppo_atari_snd
     if is_paper:
         paper = variant("snd_paper")
         module = paper.script
         monkeypatch.setitem(paper.GAINS, "std", (1.2, 1.2))  # larger features
         monkeypatch.setitem(paper.GAINS, "vic", (1.2, 2**0.5))
     Agent, SND, run = module.Agent, module.SND, conftest.runner(module, SMALL)
-    shape, C = ((4, 16, 16), 1) if is_paper else ((6, 16, 20), 3)
+    shape, C = ((6, 16, 20), 3) if name == "rgb" else (SHAPE, 1)
     mirrors = itertools.cycle([3, 2])
     drawn = {"rand": [], "randint": [], "randperm": []}
     conftest.larger(monkeypatch, Agent, "hidden_policy", "policy", "value")
