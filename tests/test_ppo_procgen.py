@@ -25,28 +25,28 @@ def network(shape=SHAPE, num_actions=4, **changes):
     return Agent(shape, num_actions, Args(**{"channels": (4, 4, 4)} | changes))
 
 
-# ------------------------------------------------------------------------------------------------------------- maths
+def fake():
+    return FakeVecEnv(random_episodes(4), SAME_STEP)
 
 
-@pytest.mark.parametrize("share, factor", [(0.49, 1.5), (0.51, 1), (1.9, 1), (2.1, 0.5)])
-def test_the_weight_of_the_kl_follows_its_target(tmp_path, share, factor):
+def test_the_weight_of_the_kl_follows_its_target(tmp_path):
     """RLlib's rule: larger above twice the target, smaller below half of it."""
-    kl = run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP), name="kl", update_epochs=3)[0]["train/kl"]
-    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
-    _, saved = run(tmp_path, envs, update_epochs=3, kl_target=kl * share)
-    assert kl > 0 and saved["kl_coef"] == pytest.approx(0.2 * factor)
+    kl = run(tmp_path, fake(), name="kl", update_epochs=3)[0]["train/kl"]
+    assert kl > 0
+    for share, factor in {0.49: 1.5, 0.51: 1, 1.9: 1, 2.1: 0.5}.items():
+        _, saved = run(tmp_path, fake(), name=str(share), update_epochs=3, kl_target=kl * share)
+        assert saved["kl_coef"] == pytest.approx(0.2 * factor)
 
 
 def test_advantages_without_spread_are_not_blown_up():
-    """The deviation that divides is at least 1e-4, as in RLlib."""
+    """The std that divides is at least 1e-4, as in RLlib."""
     assert 0 < standardize(1e-9 * torch.arange(64.0)).abs().max() < 1e-3
 
 
 def test_lr_schedule():
-    table = {0: 1e-4, 250_000: 4.5e-4, 500_000: 8e-4, 1_000_000: 1e-4, 3_500_000: 1.25e-4, 8e6: 3e-5, 99e6: 3e-5}
-    for step, rate in table.items():
+    for step, rate in {0: 1e-4, 250_000: 4.5e-4, 1_000_000: 1e-4, 3_500_000: 1.25e-4, 99e6: 3e-5}.items():
         assert schedule(step, Args().lr) == pytest.approx(rate)
-    assert schedule(0, Args(lr=5e-4).lr) == schedule(10**9, Args(lr=5e-4).lr) == 5e-4
+    assert schedule(10**9, Args(lr=5e-4).lr) == 5e-4
     for wrong in ((1, 2, 3), (5, 1e-4, 2, 1e-3), (1, 1e-4, 1, 2e-4), ()):
         with pytest.raises(ValueError, match="lr"):
             Args(lr=wrong)
@@ -80,36 +80,8 @@ def test_normalized_rewards_are_clipped():
     assert got[-2:] == [10, -10]
 
 
-def test_a_restored_normalizer_divides_as_before(tmp_path):
-    """Its sums are saved: a resumed run divides by the std of all returns, whose accumulators start at 0."""
-    rewards, zeros = torch.rand(400, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(4)
-    first, second = (ppo_procgen.RewardNormalizer(0.99, 4) for _ in range(2))
-    for reward in rewards:
-        last = first(reward, zeros)
-    second.load_state_dict(first.state_dict())
-    assert not second.returns.any() and second.sums.equal(first.sums)
-    torch.testing.assert_close(second(rewards[-1], zeros), last, rtol=0.01, atol=0)
-    envs = FakeVecEnv(random_episodes(4), SAME_STEP)
-    assert run(tmp_path, envs, norm_reward=0.9)[1]["normalizer"]["sums"][0] == pytest.approx(64 + 1e-4)
-
-
-def test_a_clip_of_zero_is_off():
-    """Ratios and values far from the old ones count in full."""
-    rows = dict(logits=torch.tensor([[0.0, 5.0]]), action=torch.tensor([0]), advantage=torch.ones(1))
-    rows |= dict(value=torch.zeros(1), target=torch.full((1,), 100.0))
-    args = Args(clip=0, vf_clip=0)
-    outputs = torch.zeros(1, 2), torch.full((1,), 90.0)
-    _, terms = ppo_procgen.ppo_loss(lambda obs: outputs, rows | {"obs": None}, 0, 0, args)
-    ratio = 0.5 * (1 + math.exp(5))
-    assert terms["loss/policy"].item() == pytest.approx(-ratio, rel=1e-5) and terms["train/clip_frac"].item() == 0
-    assert terms["loss/value"].item() == 100
-
-
-# ----------------------------------------------------------------------------------------------------------- network
-
-
 def test_network_size_and_layout():
-    """As many weights as the reference; Keras' Glorot; OpenAI's has 3 input channels and orthogonal heads."""
+    """The reference's number of weights; Keras' Glorot; OpenAI's has 3 input channels and orthogonal heads."""
     agent = network((6, 64, 64), 15, channels=(32, 64, 64))
     flattened = network((6, 64, 64), 15, channels=(32, 64, 64), pool="flatten")
     openai = Agent((3, 64, 64), 15, OPENAI)
@@ -132,12 +104,16 @@ OWN = Args(lr=(0, 3e-2, 64, 6e-2), ent_coef=(0, 0.05, 128, 0.01), adam_eps=0.1, 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("openai", [False, True])
 def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
-    """Rewards, advantages, minibatches, losses, clipping and Adam, from frames, actions and permutations alone."""
+    """Rewards, advantages, minibatches, losses, clipping and Adam, from frames, actions and permutations alone.
+
+    With OpenAI's flags, but without clips of ratios and values.
+    """
     T, N, size, metric = 16, 4, 24, {}  # of the 64 rows 16 are unused
     args, lrs, ent_coefs = (OPENAI, (3e-2, 3e-2), (0.01, 0.01)) if openai else (OWN, (3e-2, 6e-2), (0.05, 0.03))
     small = SMALL | dict(minibatch_size=size, update_epochs=3, total_timesteps=2 * T * N, run_dir=str(tmp_path))
-    small |= dict(lr=(3e-2,), adam_eps=0.01, max_grad_norm=0.2, micro_batch=7) if openai else {}
+    small |= dict(lr=(3e-2,), adam_eps=0.01, max_grad_norm=0.2, micro_batch=7, clip=0, vf_clip=0) if openai else {}
     args = replace(args, **small, run_name="run")
+    clip, vf_clip = args.clip or np.inf, args.vf_clip or np.inf
     permutations, kinds = [], set()
     conftest.spy_on(monkeypatch, torch, "randperm", lambda result, *x: permutations.append(result))
     conftest.spy_on(monkeypatch, Agent, "forward", lambda result, agent, obs: kinds.add(obs.dtype))
@@ -145,8 +121,7 @@ def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
     metrics = train(args, giving(envs))
     assert kinds == {torch.uint8}
     torch.manual_seed(args.seed)
-    start = Agent(SHAPE, 4, args).state_dict()
-    weights = {name: weight.double().requires_grad_() for name, weight in start.items()}
+    weights = dict(Agent(SHAPE, 4, args).named_parameters())
     adam = torch.optim.Adam(weights.values(), eps=args.adam_eps)
     reward, ended, cut, _ = (np.stack(column) for column in zip(*envs.log, strict=True))
     reward, done, order, kl_coef = reward.astype(np.float64), ended | cut, iter(permutations), args.kl_coef
@@ -179,10 +154,10 @@ def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
                     better = (better - better.mean()) / better.std(correction=0)
                 logits, value = impala_network(weights, obs[rows], args.input_shift, args.pool)
                 logp, old = logits.log_softmax(-1), old_logp[rows]
-                near = old_value[rows] + (value - old_value[rows]).clamp(-args.vf_clip, args.vf_clip)
+                near = old_value[rows] + (value - old_value[rows]).clamp(-vf_clip, vf_clip)
                 error = torch.maximum((value - target[rows]).square(), (near - target[rows]).square())
                 old_action_logp = old.gather(1, action[rows, None])[:, 0]
-                parts = action[rows], better, old_action_logp, 1 - args.clip, 1 + args.clip
+                parts = action[rows], better, old_action_logp, 1 - clip, 1 + clip
                 policy, error, entropy, *others = conftest.plain_ppo(logits, error, *parts)
                 kl = (old.exp() * (old - logp)).sum(1).mean()
                 loss = policy + args.vf_coef * error + kl_coef * kl - ent_coefs[i] * entropy
@@ -201,23 +176,13 @@ def test_two_iterations_match_plain_float64(tmp_path, monkeypatch, openai):
         torch.testing.assert_close(saved["agent"][name].double(), weight.detach(), rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_defaults_match_reference_table():
-    """The final configuration of the competition entry."""
-    args, expected = Args(), dict(num_envs=48, num_steps=200, minibatch_size=1024, update_epochs=3, gamma=0.99)
-    expected |= dict(gae_lambda=0.9, clip=0.2, vf_clip=30, vf_coef=0.5, kl_coef=0.2, kl_target=0.01, ent_coef=(0, 0.01))
-    expected |= dict(norm_reward=0, reshuffle=False, norm_adv="rollout", input_shift=128, ortho_heads=False)
-    expected |= dict(max_grad_norm=0, adam_eps=1e-8, channels=(32, 64, 64), pool="avg", stack="gap", num_levels=0)
-    expected |= dict(start_level=0, distribution_mode="easy", total_timesteps=8_000_000)
-    assert {name: getattr(args, name) for name in expected} == expected
-
-
 def test_flags_given_at_a_resume_win(tmp_path):
     """A new --kl-coef; an adapted weight continues otherwise."""
-    _, saved = run(tmp_path, FakeVecEnv(random_episodes(4), SAME_STEP))
+    _, saved = run(tmp_path, fake())
     for kl_coef, expected in (0.2, saved["kl_coef"] / 2), (0, 0):
         loaded = ppo_procgen.load(str(tmp_path / "run"))
         args = Args(**loaded["args"] | dict(kl_coef=kl_coef, kl_target=1e9, total_timesteps=128))
-        train(args, giving(FakeVecEnv(random_episodes(4), SAME_STEP)), loaded)
+        train(args, giving(fake()), loaded)
         assert torch.load(tmp_path / "run" / "checkpoint.pt")["kl_coef"] == expected
         torch.save(saved, tmp_path / "run" / "checkpoint.pt")
 
@@ -230,9 +195,6 @@ def test_preset():
         patch.setattr(ppo_procgen, "train", lambda args, *rest: seen.append(args))
         assert ppo_procgen.main("--preset openai --num-levels 200 --gamma 0.5".split()) == 0
     assert seen == [replace(OPENAI, num_levels=200, gamma=0.5)]
-
-
-# ------------------------------------------------------------------------------------------------- games and metrics
 
 
 def test_metrics_over_all_ended_games(tmp_path):
@@ -251,18 +213,14 @@ def test_learns_the_rewarded_action(tmp_path):
     assert metrics["episode/return"] / 9 > 0.8
 
 
-# --------------------------------------------------------------------------------------------------------- evaluation
-
-
 def test_splits(monkeypatch):
-    """Both splits with limited levels, one without; seeds of their own; standard errors of the mean."""
+    """Both splits with limited levels, one without; different seeds; standard errors of the mean."""
     made, seeds = [], []
-    nothing = type("Nothing", (), {"close": lambda self: None})()
 
     def make_envs(args, num_envs, seed, test=False):
         made.append((test, num_envs))
         seeds.append(seed)
-        return nothing
+        return fake()
 
     episodes = [(0, 10.0, 1), (1, 20.0, 2), (2, 30.0, 3)]
     monkeypatch.setattr(ppo_procgen, "play", lambda agent, envs, count, seed: seeds.append(seed) or episodes)

@@ -2,10 +2,8 @@
 
 import copy
 import dataclasses
-import importlib
 import json
 import runpy
-import shutil
 import subprocess
 import sys
 import types
@@ -15,29 +13,39 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import FOLDER, ROOT, SAME_STEP, STEMS, FakeVecEnv, giving, plain_deviation, random_episodes, timeless
+import conftest
+from conftest import FOLDER, ROOT, SAME_STEP, STEMS, FakeVecEnv, giving, random_episodes, rows
+from test_appo_atari import compare_with_plain
+from test_impala_procgen import plain_vtrace
 
-ITERATION = "--num-envs 4 --num-steps 16 --minibatch-size 32 --threads 1"
+ITERATION = "--num-envs 4 --num-steps 8 --minibatch-size 16 --threads 1"
 LEAPER = "--env-id leaper --channels 4 4 4"
+BREAKOUT = "--env-id Breakout --max-episode-steps 30"
 BONUS = "--warmup-steps 3 --update-epochs 1"
+RND = f"{BREAKOUT} {BONUS} --rnd-features 8"
+SND = f"{BREAKOUT} {BONUS} --snd-features 8 --pairs 4"
 OWN = {
+    "appo_vtrace": f"{BREAKOUT} --num-groups 2 --num-minibatches 2 --sync",
     "procgen_augment": f"{LEAPER} --augment flip translate crop rotate pad_crop",
-    "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 64 --augment-draw anew",
+    "impala_augment": f"{LEAPER} --num-groups 2 --sync --minibatch-size 32 --augment-draw anew",
     "procgen_rnd": LEAPER,
     "procgen_shaped": LEAPER,
     "procgen_tf_adam": f"{LEAPER} --adam-eps 1e-5",
+    "rnd_recurrent": f"{RND} --target-return 999",
+    "rnd_dnc": f"{RND} --dnc 4 3 2",
+    "rnd_michalnand": f"--config ppo_rnd_b2 --max-episode-steps 30 {BONUS} --snd-features 8 --pairs 4",
     "snd_procgen": "--env-id jumper --target vic --snd-features 8 --update-epochs 1",
-    "snd_paper": f"--env-id Breakout --target std --snd-features 8 --max-episode-steps 30 {BONUS}",
-    "snd_entropy": f"--env-id Breakout --snd-features 8 --episodic-steps 5 --max-episode-steps 30 {BONUS}",
-    "snd_breakout": f"--env-id Breakout --snd-features 8 --max-episode-steps 30 {BONUS}",
-    "rnd_michalnand": f"--config ppo_rnd_b2 --snd-features 8 --max-episode-steps 30 {BONUS}",
+    "snd_paper": f"{SND} --target std",
+    "snd_breakout": SND,
+    "snd_entropy": f"{SND} --episodic-steps 5",
 }
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_runs(variant, name, tmp_path, monkeypatch):
-    """As typed, but small: two iterations and an evaluation; a variant with a state is resumed and played again."""
+def test_runs_and_continues(variant, name, tmp_path, monkeypatch):
+    """As typed, but small: two iterations and an evaluation, then a third iteration."""
     monkeypatch.setattr(torch.optim, "Adam", torch.optim.Adam)  # procgen_tf_adam replaces it
+    monkeypatch.setattr(torch.nn.init, "orthogonal_", lambda weight, gain=1: weight)  # would take most of the time
     module = variant(name)
     for part in {"Args", "Agent", "SND", "Run"} & vars(module).keys():
         assert getattr(module.script, part) is getattr(module, part)  # of the script, too
@@ -52,14 +60,17 @@ def test_runs(variant, name, tmp_path, monkeypatch):
         assert end.value.code == 0
 
     folder, file = tmp_path / "runs" / "x", FOLDER / f"{name}.py"
-    run(file, *f"{ITERATION} {OWN[name]} --total-timesteps 128 --eval-episodes 2 --run-name x".split())
-    own = json.loads((folder / "eval.json").read_text())
-    assert Path(json.loads((folder / "config-0.json").read_text())["command"][0]) == file and own["step"] == 128
-    if name == "procgen_rnd":
+    run(file, *f"{ITERATION} {OWN[name]} --total-timesteps 64 --eval-episodes 2 --run-name x".split())
+    played = json.loads((folder / "eval.json").read_text())
+    assert Path(json.loads((folder / "config-0.json").read_text())["command"][0]) == file and played["step"] == 64
+    if name in ("procgen_rnd", "rnd_recurrent", "rnd_dnc"):  # whose environments have a state, too
         run(ROOT / "benchmark" / "evaluate.py", folder, "--episodes", 2, "--out", tmp_path / "out.json")
-        assert json.loads((tmp_path / "out.json").read_text()) == own
-        run(file, "--resume", folder, "--total-timesteps", 192)
-        assert json.loads((folder / "eval.json").read_text())["step"] == 192
+        assert json.loads((tmp_path / "out.json").read_text()) == played
+    run(file, "--resume", folder, "--total-timesteps", 96, "--eval-episodes", 0)
+    assert rows(folder)[-1]["step"] == "96"
+
+
+# ------------------------------------------------------------------------------------------- of the scripts for Procgen
 
 
 def test_augmentations_by_hand(variant):
@@ -125,7 +136,7 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
     module = variant("procgen_rnd")
     games = FakeVecEnv(random_episodes(2, ends=("terminated",)), SAME_STEP, shape=(6, 16, 16), learn=True)
     monkeypatch.setattr(module, "plain_envs", lambda *args: games)
-    args = dict(num_envs=2, num_steps=20, channels=(8, 8, 8), minibatch_size=8, gamma=0.9, device="cpu")
+    args = dict(num_envs=2, num_steps=20, channels=(8, 8, 8), minibatch_size=8, gamma=0.9, device="cpu", threads=1)
     args = module.Args(**args, rnd_coef=0.5, rnd_clip=1)
     assert module.make_envs(args, 2, module.script.stream_seed(1, "test"), test=True) is games
     envs = module.make_envs(args, 2, 1)
@@ -139,7 +150,7 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
         obs, reward, *_ = envs.step(np.zeros(2, int))
         sums = 0.9 * sums + errors[-1]
         history += sums.tolist()
-        bonus = 0.5 * np.minimum(errors[-1] / plain_deviation(history), 1)
+        bonus = 0.5 * np.minimum(errors[-1] / conftest.plain_deviation(history), 1)
         np.testing.assert_allclose(reward - games.log[-1][0], bonus, rtol=1e-3, atol=1e-6)
         paid.update(bonus.tolist())
     assert max(paid) == 0.5 and len(paid) > 20 and games.episode.min() > 1
@@ -147,22 +158,48 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
     with torch.no_grad():
         after = [envs.errors(torch.from_numpy(frames)).mean().item() for frames in games.seen[:20]]
     assert np.mean(after) < np.mean(errors)
-    plain_run, written = module.script.Run.__mro__[1], {}
-    monkeypatch.setattr(plain_run, "save", lambda self, name, parts, **counters: written.update(parts))
-    object.__new__(module.Run).save("checkpoint.pt", {}, step=40)
-    saved = copy.deepcopy({name: part.state_dict() for name, part in written.items()})
-    monkeypatch.setattr(plain_run, "__init__", lambda *args: None)
+    monkeypatch.setattr(module.script.Run.__mro__[1], "__init__", lambda *args: None)
+    saved = copy.deepcopy({name: part.state_dict() for name, part in envs.parts.items()})
     again = module.make_envs(module.replace(args, seed=2), 2, 1)
     module.Run(args, saved, None)
-    with torch.no_grad():
-        assert torch.equal(again.errors(torch.from_numpy(obs)), envs.errors(torch.from_numpy(obs)))
-    assert again is not envs and again.optimizer.state_dict()["state"]
-    # In one go or resumed, the divisor is the same: the discounted sums are saved, too.
-    bonus, done = torch.rand(30, 2), torch.zeros(2)
-    for x in bonus:
-        assert torch.equal(envs.normalizer(x, done), again.normalizer(x, done))
+    bonuses = []
+    for either in (envs, again):  # the same networks and sums
+        either.obs = obs
+        _, reward, *_ = either.step(np.zeros(2, int))
+        bonuses.append(reward - games.log[-1][0])
+    np.testing.assert_allclose(*bonuses, rtol=1e-4)
+    assert (bonuses[0] < 0.5).all()
     with pytest.raises(module.script.UsageError, match="not a run of procgen_rnd"):
         module.Run(args, {"agent": {}, "folder": "x"}, None)
+
+
+# ---------------------------------------------------------------------------------------------------------- appo_vtrace
+
+
+def test_ratios_of_vtrace_stay_within_their_limits(variant):
+    """0.05, and then the smaller one of ratio and 1."""
+    module = variant("appo_vtrace")
+    logits = torch.tensor([-20.0, 0.0])  # log pi of action 0 is -20
+    rows = dict(obs=torch.zeros(2, 2, 1), action=torch.zeros(1, 2, dtype=torch.int64), logp=torch.tensor([[0.0, -40]]))
+    rows |= dict.fromkeys(("reward", "terminated", "done"), torch.ones(1, 2))
+
+    class Critic(torch.nn.Module):
+        returns = types.SimpleNamespace(mean=0, std=1)
+
+        def forward(self, obs):
+            return logits.expand(len(obs), 2), torch.zeros(len(obs))
+
+    _, advantage = module.targets_of(Critic(), rows, module.script.Args())
+    assert advantage.flatten().tolist() == pytest.approx([0.05, 1])
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_vtrace_updates_match_plain_float64(variant, tmp_path):
+    """New targets in every minibatch; the returns' statistics learn from those of the first epoch."""
+    compare_with_plain(variant("appo_vtrace").script, tmp_path, max_grad_norm=0, vtrace=plain_vtrace)
+
+
+# -------------------------------------------------------------------------------------------------------- pbt and hub
 
 
 def weights(run):
@@ -191,7 +228,7 @@ def test_pbt_trial_continues_the_copy_of_a_better_one(variant, tmp_path):
         trial.config = {"lr": 8e-4, "ent_coef": 0.02}
         type(trial).iteration = 1
         assert trial.step()["step"] == 256
-    copied, own = [timeless(trial.run) for trial in trials]
+    copied, own = [conftest.timeless(trial.run) for trial in trials]
     assert copied[:2] == own[:2] and copied[2] != own[2]  # the same past, other episodes since
     assert [float(row["train/lr"]) for row in copied] == [2e-3, 2e-3, 8e-4, 8e-4]
     own = json.loads((worse.run / "config-128.json").read_text())["args"]
@@ -216,65 +253,20 @@ def test_pbt_exploits_and_explores(tmp_path):
     assert (weights(runs[0]) - weights(runs[1])).abs().max() < 1e-5
 
 
-@pytest.mark.slow
-def test_pbt_ends_when_a_trial_fails(tmp_path):
-    """Ray's scheduler would let the others wait for it forever."""
-    command = [sys.executable, FOLDER / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
-    command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e31 --".split()  # drawn: 5e7 and 1e-9
-    assert subprocess.run([*command, *PBT, "--seed", "1"], capture_output=True, timeout=600).returncode == 1
-    (error,) = (tmp_path / "pbt" / "tune").glob("*/error.txt")
-    assert "training has diverged" in error.read_text()
-
-
 def test_pbt_refuses_in_one_line(variant, tmp_path, monkeypatch, capsys):
     """Before Ray starts, or what Ray says when it cannot; no folder is left."""
-    pbt, new, flags = variant("pbt"), str(tmp_path / "a" / "b"), ["--", *PBT]
+    pbt, new = variant("pbt"), str(tmp_path / "a" / "b")
 
     def init(address, **options):  # as with a TMPDIR of 110 characters
         raise OSError("AF_UNIX path length\ncannot exceed 107 bytes")
 
     monkeypatch.setattr(pbt.ray, "init", init)
-    for words, part in {
-        (new, "--slice-steps", "100", *flags): "--total-timesteps 100",
-        (str(tmp_path), "--slice-steps", "512", *flags): "exists",
-        (new, "--slice-steps", "512", *flags): "AF_UNIX path length cannot exceed",
-    }.items():
-        assert pbt.main(["ppo_procgen", *words]) == 2
+    wrong = [(new, "100", "--total-timesteps 100"), (str(tmp_path), "512", "exists"), (new, "512", "AF_UNIX path")]
+    for folder, steps, part in wrong:
+        assert pbt.main(["ppo_procgen", folder, "--slice-steps", steps, "--", *PBT]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert part in line, line
-    wrong = {"--ent-coef 0.1 0.03": "--ent-coef 0.1 0.03", "--lr nan 0.1": "lr", "--population 1": "population"}
-    for words, part in (wrong | {f"-- --resume {new}": "--resume"}).items():
-        with pytest.raises(SystemExit) as end:  # tyro's box
-            pbt.main(["ppo_procgen", new, *words.split()])
-        assert end.value.code == 2 and part in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_pbt_workers_find_the_script(variant, tmp_path):
-    """Ray unpickles a trial's arguments in a worker that was started in another folder."""
-    pbt = variant("pbt")
-    code = """if True:
-        import pickle, sys
-        setup, options, flags, trial = pickle.load(sys.stdin.buffer)
-        setup(trial, {}, options, flags)
-        print(trial.args.env_id, trial.args.seed)
-    """
-    from ray import cloudpickle
-
-    trial = types.SimpleNamespace(trial_id="x_00003")
-    setup = types.FunctionType(pbt.Trial.setup.__code__, {"ROOT": pbt.ROOT, "Path": Path, "sys": sys})
-    setup.__globals__["importlib"] = importlib
-    flags = dataclasses.asdict(variant("ppo_procgen").Args(env_id="leaper", run_dir=str(tmp_path)))
-    data = cloudpickle.dumps((setup, {"script": "ppo_procgen", "slice_steps": 1}, flags, trial))
-    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, cwd=tmp_path)
-    assert done.stdout == b"leaper 4\n", done.stderr.decode()
-
-
-def test_hub_without_docstrings(tmp_path):
-    """`python -OO` removes them."""
-    command = [sys.executable, "-OO", FOLDER / "hub.py", tmp_path / "run", "user/name", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "eval.json" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
@@ -282,52 +274,33 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
     hub, run, folder = variant("hub"), tmp_path / "run", tmp_path / "run-hub"
     run.mkdir()
     arguments = [str(run), "user/name", "--dry-run"]
-    assert hub.main(arguments) == 2 and not folder.exists()
-    assert "eval.json" in capsys.readouterr().err
+    assert hub.main(arguments) == 2 and not folder.exists() and "eval.json" in capsys.readouterr().err
     args = variant("appo_atari").Args(env_id="Pong", run_dir="x", fire_reset=False, lr=[0, 5e-4, 1e6, 1e-4])
     flags = json.loads(json.dumps(dataclasses.asdict(args)))
     config = {"args": flags, "command": ["x/appo_atari.py"], "ranks": 1, "versions": {"torch": "2.13.0", "numpy": "2"}}
     (run / "config-999.json").write_text(json.dumps(config | {"ranks": 2}))
     (run / "config-1000.json").write_text(json.dumps(config))
-    (run / "appo_atari.py").write_text("")
     scores = {"mean": 16.561, "stderr": 2.567, "returns": [14.0, 19.122]}
     (run / "eval.json").write_text(json.dumps({"step": 499712, "splits": {"game": scores}}))
-    (run / "metrics.csv").write_text("step\n499712\n")
+    for name in ("appo_atari.py", "metrics.csv", "film.mp4"):
+        (run / name).touch()
     torch.save({"step": 499712}, run / "checkpoint.pt")
-    (run / "film.mp4").write_text("film")
-    assert hub.main(arguments) == 0 and "huggingface_hub" not in sys.modules  # the dry run did not need it
+    api, sent = types.SimpleNamespace(), []
+    api.create_repo = lambda name, exist_ok: types.SimpleNamespace(repo_id=name)
+    api.upload_folder = lambda repo_id, folder_path: sent.append((repo_id, folder_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
+    assert hub.main(arguments) == 0 and not sent
     card = (folder / "README.md").read_text()
     assert json.loads(card.split("---\n")[1])["model-index"][0]["results"]
     command = "    python appo_atari.py --env-id Pong --no-fire-reset --lr 0.0 0.0005 1000000.0 0.0001\n"
     versions = "appo_atari.py is a copy of the code that ran. Packages: torch 2.13.0, numpy 2."
     for text in ("| game | 16.56 ± 2.57 | 2 |", "499,712", versions, "(replay.mp4)", command):
         assert text in card
-    assert hub.command_of("appo_atari", flags, ranks=2).startswith("torchrun --nproc-per-node 2 appo_atari.py --env-id")
-    assert hub.script_of(run, ["a/pytest"]) == "appo_atari"  # started from Python
-    snd_flags = json.loads(json.dumps(dataclasses.asdict(variant("ppo_atari_snd").Args(seed=3))))
-    command = hub.command_of("snd_breakout", snd_flags, ranks=1)
-    assert command == "python benchmark/variants/snd_breakout.py --seed 3"  # which has the Args of its script
-    files = ["README.md", "appo_atari.py", "checkpoint.pt", "config-1000.json", "config-999.json", "eval.json"]
-    files += ["metrics.csv", "replay.mp4"]
-    assert sorted(path.name for path in folder.iterdir()) == files
-    api, sent = types.SimpleNamespace(), []
-    api.create_repo = lambda name, exist_ok: types.SimpleNamespace(repo_id=name)
-    api.upload_folder = lambda repo_id, folder_path: sent.append((repo_id, folder_path))
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
+    files = {path.name for path in run.iterdir()} - {"film.mp4"} | {"README.md", "replay.mp4"}
+    assert {path.name for path in folder.iterdir()} == files
     assert hub.main(arguments[:2]) == 0 and sent == [("user/name", folder)]
+    assert hub.command_of("snd_breakout", {"seed": 3}, 2) == (
+        "torchrun --nproc-per-node 2 benchmark/variants/snd_breakout.py --seed 3"
+    )
     torch.save({"step": 500000}, run / "checkpoint.pt")
     assert hub.main(arguments) == 2 and "checkpoint.pt of 500000" in capsys.readouterr().err
-    shutil.rmtree(folder)
-    assert hub.main([*arguments, "--film", str(tmp_path / "x.mp4")]) == 2 and not folder.exists()
-    assert "--film" in capsys.readouterr().err
-    (run / "config-1000.json").write_text('{"args"')
-    assert hub.main(arguments) == 2 and len(capsys.readouterr().err.splitlines()) == 1
-
-    def broken(*rest):
-        raise OSError("a bug")
-
-    (run / "config-1000.json").write_text(json.dumps(config))
-    monkeypatch.setattr(hub, "card", broken)
-    torch.save({"step": 499712}, run / "checkpoint.pt")
-    with pytest.raises(OSError, match="a bug"):  # no one-line message for unexpected errors
-        hub.main(arguments)
