@@ -91,7 +91,8 @@ class Curious(gym.vector.VectorWrapper):
         obs = torch.from_numpy(np.concatenate(self.seen))
 
         def loss(rows):
-            return self.errors(rows["obs"].to(self.device)), {}
+            errors = self.errors(rows["obs"].to(self.device))
+            return errors, {"loss/predictor": errors}
 
         for _ in range(self.args.update_epochs):
             for chosen in torch.randperm(len(obs)).split(self.args.minibatch_size):
