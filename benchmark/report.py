@@ -3,10 +3,12 @@
     python benchmark/report.py                   # README.md, benchmark/README.md, docs/*.md and docs/images
     python benchmark/report.py --results FOLDER  # of run.py --results FOLDER: writes FOLDER/README.md
     python benchmark/report.py --check           # write nothing; exit code 1 if a text is out of date
+    python benchmark/report.py --compare A B     # two folders or commits: differences of scores, B minus A
+    python benchmark/report.py --export curves.parquet  # all curves in one file (or curves.csv)
 
 Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (written by benchmark/run.py), the speed figures
-in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. An unreadable file
-is named and left out; a failed job is shown with its error.
+in results/speed/*.json, and the published numbers in benchmark/reference/. An unreadable file is named and left out; a
+failed job is shown with its error.
 Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
 michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
 step, for the pictures. "stderr" is the standard error over runs of what the tables use.
@@ -16,12 +18,20 @@ Links to a line of ours, [`code`](../script.py#L1), get the number of the one li
 """
 
 import argparse
-import csv
+import io
 import re
-import statistics
+import subprocess
 import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import scipy.stats
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
@@ -46,43 +56,27 @@ TRAINING = "in training"
 OTHER = "another network and batch; "
 OPENAI = f"{TRAINING}, 3 runs"
 RUNNING = f"{TRAINING}, running mean of one environment"
-PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
+PUBLISHED = {  # (script, number of training levels, split): [(series, what it is, how its protocol differs)]
     ("ppo_procgen", "", "test"): [
-        ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
-        ("procgen", "competition_entry_PPO_wide", "the competition entry", "wide network, one run, evaluation"),
+        ("all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
+        ("competition_entry_PPO_wide", "the competition entry", "wide network, one run, evaluation"),
     ],
-    ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
-    ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
-    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
+    ("impala_procgen", "", "test"): [("all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
+    ("ppo_procgen", "200", "train"): [("train200_PPO", "OpenAI's PPO", OPENAI)],
+    ("ppo_procgen", "200", "test"): [("test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
     ("ppo_atari_rnd", "", "game"): [
-        ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op, 3 seeds"),
-        ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
+        ("RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op, 3 seeds"),
+        (RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
     ],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],
+    ("ppo_atari_snd", "", "game"): [(CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],
     ("snd_breakout", "", "game"): [
-        ("atari", NO_REWARD, "michalnand's SND without reward", f"another policy network; {RUNNING}, one run")
+        (NO_REWARD, "michalnand's SND without reward", f"another policy network; {RUNNING}, one run")
     ],
     ("appo_atari", "", "game"): [
-        ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO with EnvPool", f"another batch; {TRAINING}, 3 runs"),
-        ("atari", "CleanRL_ppo_atari", "CleanRL's PPO without EnvPool", f"another batch; {TRAINING}, 3 runs"),
+        ("CleanRL_ppo_atari_envpool", "CleanRL's PPO with EnvPool", f"another batch; {TRAINING}, 3 runs"),
+        ("CleanRL_ppo_atari", "CleanRL's PPO without EnvPool", f"another batch; {TRAINING}, 3 runs"),
     ],
 }
-
-
-def reference(column: str = "") -> dict:
-    """(file, game, series) -> {environment steps: score}, or another column of the rows that have it."""
-    found = {}
-    for name, game, series, steps, score, frames in (
-        ("procgen", "env", "split", "step", "mean_return", 1),
-        ("atari", "env", "algo", "frames", "score", 4),
-    ):
-        with open(REFERENCE / f"{name}.csv", newline="") as file:
-            for row in csv.DictReader(file):
-                points = found.setdefault((name, row[game], row[series]), {})
-                value = row.get(column or score)
-                if value:
-                    points[int(row[steps]) // frames] = float(value)
-    return found
 
 
 class Published(NamedTuple):
@@ -94,54 +88,33 @@ class Published(NamedTuple):
     error: float | None
 
 
-def levels(flags: str) -> str:
-    """The number of training levels in a command; "" for all."""
-    return flag(flags, "--num-levels", "0").removeprefix("0")
+@dataclass
+class Row:
+    """A game and setting of a suite: its first job, the results of its seeds, and the curves of the finished ones."""
 
+    job: matrix.Job
+    name: str  # script-setting/game
+    done: list[dict]
+    failed: list[dict]
+    curves: dict[int, pd.DataFrame]  # by seed
 
-def flag(flags: str, name: str, default: str) -> str:
-    words = flags.split()
-    return words[words.index(name) + 1] if name in words else default
+    @property
+    def steps(self) -> int:
+        return self.done[0]["steps"] if self.done else 0
 
+    @property
+    def splits(self) -> dict[str, list[float]]:
+        """The mean of each seed's evaluation, by split."""
+        names = self.done[0]["eval"]["splits"] if self.done else ()
+        return {name: [one["eval"]["splits"][name]["mean"] for one in self.done] for name in names}
 
-def sources(job, split: str) -> list:
-    """[(file, series, what it is, how its protocol differs)] to compare a job's split with."""
-    found = PUBLISHED.get((job.script, levels(job.flags), split), [])
-    if job.variant.endswith(":openai"):  # the published network and batch
-        found = [(file, series, what, how.removeprefix(OTHER)) for file, series, what, how in found]
-    return found
+    @property
+    def seeds(self) -> str:
+        done, failed = len(self.done), len(self.failed)
+        return f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
 
-
-def published(job, split: str, steps: int, points: dict) -> list[Published]:
-    """Published numbers at the nearest step within 10 %: means over the last tenth where there are any."""
-    found, tenths, errors = [], reference("last_tenth"), reference("stderr")
-    for file, name, what, how in sources(job, split):
-        series = points.get((file, job.game, name), {})
-        near = [step for step in series if abs(step - steps) <= 0.1 * steps]
-        if near:
-            step = min(near, key=lambda step: abs(step - steps))
-            key = file, job.game, name
-            found.append(Published(tenths[key].get(step, series[step]), what, how, errors[key].get(step)))
-    return found
-
-
-def checkpoints(job, steps: int, points: dict) -> list:
-    """(what, [(step, score)]) of published training returns up to our number of steps."""
-    found = sources(job, "train") or sources(job, "game") or sources(job, "test")
-    curves = []
-    for file, name, what, how in [source for source in found if TRAINING in source[3]]:
-        series = sorted(points.get((file, job.game, name), {}).items())
-        curves.append((f"{what} ({how})", [point for point in series if point[0] <= 1.1 * steps]))
-    return [(what, known) for what, known in curves if known]
-
-
-def curve(path: Path) -> list[tuple[int, float, float]]:
-    """(step, mean return, number of episodes) of the rows in which episodes ended."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("episode/return") and row.get("episode/count")]
-    return [(int(row["step"]), float(row["episode/return"]), float(row["episode/count"])) for row in rows]
+    def evaluated(self, split: str) -> str:
+        return number(self.splits[split], self.done[0]["eval"]["splits"][split]["stderr"])
 
 
 def read(path: Path) -> dict:
@@ -150,86 +123,117 @@ def read(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def cells(results: Path = RESULTS, suites=None) -> list[dict]:
-    """One entry per row of a suite and game with a result: its jobs, their results, the published numbers."""
-    points, found = reference(), []
-    for suite in suites or matrix.SUITES:
-        groups = {}
+def read_rows(results: Path) -> list[Row]:
+    """The rows that have a result; one of earlier flags does not count."""
+    rows = {}
+    for suite in matrix.SUITES:
         for job in matrix.jobs_of(suite):
-            groups.setdefault((job.variant, job.game), []).append(job)
-        for jobs in groups.values():
-            done = {}
-            for job in jobs:
-                one = read(results / suite / f"{job.name}.json")
-                if one.get("command") == " ".join(job.command):  # otherwise of earlier flags
-                    done[job.seed] = one
-            if not done:
+            path = results / suite / f"{job.name}.json"
+            one = read(path)
+            if one.get("command") != " ".join(job.command):
                 continue
-            job, finished = jobs[0], [d for d in done.values() if d["status"] == "done"]
-            cell = dict(job=job, done=finished, row=job.name.rpartition("/")[0])
-            cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
-            cell["steps"] = finished[0]["steps"] if finished else 0
-            cell["curves"] = {
-                d["seed"]: curve(results / suite / cell["row"] / f"seed{d['seed']}.csv") for d in finished
-            }
-            cell["splits"], cell["published"] = {}, {}
-            for split in finished[0]["eval"]["splits"] if finished else ():
-                cell["splits"][split] = [d["eval"]["splits"][split]["mean"] for d in finished]
-                cell["published"][split] = published(job, split, cell["steps"], points)
-            cell["checkpoints"] = checkpoints(job, cell["steps"], points)
-            found.append(cell)
+            row = rows.setdefault((suite, job.variant, job.game), Row(job, str(Path(job.name).parent), [], [], {}))
+            if one["status"] == "failed":
+                row.failed.append(one)
+            elif one["status"] == "done":
+                row.done.append(one)
+                row.curves[job.seed] = pd.read_csv(path.with_suffix(".csv"))
+    return list(rows.values())
+
+
+def episodes(curve: pd.DataFrame) -> pd.DataFrame:
+    """The rows in which episodes ended: step, mean return, number of episodes."""
+    curve = curve[["step", "episode/return", "episode/count"]].dropna()
+    return curve.set_axis(["step", "score", "count"], axis=1).reset_index(drop=True)
+
+
+def weighted_mean(part: pd.DataFrame) -> float:
+    """The mean over episodes."""
+    return (part["score"] * part["count"]).sum() / part["count"].sum()
+
+
+@cache
+def reference() -> pd.DataFrame:
+    """Published scores: game, series, step (an environment step), score, last_tenth, stderr."""
+    procgen = pd.read_csv(REFERENCE / "procgen.csv")
+    procgen = procgen.rename(columns={"env": "game", "split": "series", "mean_return": "score"})
+    atari = pd.read_csv(REFERENCE / "atari.csv")
+    atari = atari.rename(columns={"env": "game", "algo": "series", "frames": "step"})
+    atari["step"] //= 4
+    return pd.concat([procgen, atari], ignore_index=True)
+
+
+def points_of(game: str, series: str) -> pd.DataFrame:
+    points = reference()
+    return points[(points["game"] == game) & (points["series"] == series)].sort_values("step")
+
+
+def flag(flags: str, name: str, default: str) -> str:
+    words = flags.split()
+    return words[words.index(name) + 1] if name in words else default
+
+
+def sources(job, split: str) -> list:
+    """[(series, what it is, how its protocol differs)] to compare a job's split with."""
+    levels = flag(job.flags, "--num-levels", "0").removeprefix("0")
+    found = PUBLISHED.get((job.script, levels, split), [])
+    if job.variant.endswith(":openai"):  # the published network and batch
+        found = [(series, what, how.removeprefix(OTHER)) for series, what, how in found]
     return found
 
 
-def number(scores: list[float], evaluation: dict | None = None) -> str:
+def published(job, split: str, steps: int) -> list[Published]:
+    """Published numbers at the nearest step within 10 %: means over the last tenth where there are any."""
+    found = []
+    for series, what, how in sources(job, split):
+        points = points_of(job.game, series)
+        distance = (points["step"] - steps).abs()
+        if (distance <= 0.1 * steps).any():
+            point = points.loc[distance.idxmin()]
+            score = point["score"] if pd.isna(point["last_tenth"]) else point["last_tenth"]
+            error = None if pd.isna(point["stderr"]) else point["stderr"]
+            found.append(Published(score, what, how, error))
+    return found
+
+
+def mean_and_error(scores: list[float], digits: int, error_digits: int) -> str:
+    return f"{np.mean(scores):.{digits}f} ± {scipy.stats.sem(scores):.{error_digits}f}"
+
+
+def number(scores: list[float], error: float | None = None) -> str:
     """Mean and standard error over seeds; two seeds: both; one: its standard error over episodes."""
     if len(scores) > 2:
-        return f"{statistics.mean(scores):.2f} ± {statistics.stdev(scores) / len(scores) ** 0.5:.2f}"
+        return mean_and_error(scores, 2, 2)
     if len(scores) == 2:
         return ", ".join(f"{score:.2f}" for score in scores)
-    error = evaluation["stderr"] if evaluation else None
     return f"{scores[0]:.2f}" + (f" (± {error:.2f} over episodes)" if error is not None else "")
 
 
-def last_tenth(cell: dict) -> tuple[list[float], str]:
-    """Mean training return over the last tenth of the steps, of each seed in which episodes ended; and as text."""
-    ends = [[row[1:] for row in curve if row[0] > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
-    means = [sum(value * count for value, count in end) / sum(count for _, count in end) for end in ends if end]
-    episodes = sum(count for end in ends for _, count in end)
-    missing = f", {len(means)} of {len(ends)} seeds" * (len(means) < len(ends))
-    return means, f"{number(means)} ({episodes:,.0f} episodes{missing})" if means else "-"
+def last_tenth(row: Row) -> list[float]:
+    """Mean training return over the last tenth of the steps, of each seed in which episodes ended."""
+    ends = [end_of(row, curve) for curve in row.curves.values()]
+    return [weighted_mean(end) for end in ends if len(end)]
 
 
-def differences(cell: dict, scores: list[float], theirs: list[Published]) -> str:
+def end_of(row: Row, curve: pd.DataFrame) -> pd.DataFrame:
+    return episodes(curve).query(f"step > {0.9 * row.steps}")
+
+
+def training(row: Row) -> str:
+    """`last_tenth` as text, with the number of episodes."""
+    means = last_tenth(row)
+    count = sum(end_of(row, curve)["count"].sum() for curve in row.curves.values())
+    missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
+    return f"{number(means)} ({count:,.0f} episodes{missing})" if means else "-"
+
+
+def differences(row: Row, split: str) -> str:
     """Our evaluation minus a published one, or our last tenth of training minus a published training return."""
-    ours = [last_tenth(cell)[0] if TRAINING in entry.how else scores for entry in theirs]
-    pairs = zip(ours, theirs, strict=True)
-    return ", ".join(f"{statistics.mean(of) - entry.score:+.2f}" if of else "-" for of, entry in pairs) or "-"
-
-
-def seeds_of(cell: dict) -> str:
-    done, failed = len(cell["done"]), len(cell["failed"])
-    return f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
-
-
-def failure(cell: dict) -> str:
-    return f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}"
-
-
-def time_of(cell: dict) -> str:
-    """Training time, mean over the seeds of each kind of hardware."""
-    seconds = {}
-    for one in cell["done"]:
-        seconds.setdefault(machine(one), []).append(one["train_seconds"])
-    times = []
-    for name, values in seconds.items():
-        minutes = statistics.mean(values) / 60
-        times.append((f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes:.0f} min") + f" on {name}")
-    return "; ".join(times)
-
-
-def hardware(cell: dict) -> str:
-    return "; ".join(dict.fromkeys(map(machine, cell["done"])))
+    found = []
+    for entry in published(row.job, split, row.steps):
+        ours = last_tenth(row) if TRAINING in entry.how else row.splits[split]
+        found.append(f"{np.mean(ours) - entry.score:+.2f}" if ours else "-")
+    return ", ".join(found) or "-"
 
 
 def machine(one: dict) -> str:
@@ -240,168 +244,217 @@ def machine(one: dict) -> str:
     return text + (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1))
 
 
-def commits(cell: dict) -> str:
+def time_of(row: Row) -> str:
+    """Training time, mean over the seeds of each kind of hardware."""
+    seconds = pd.DataFrame([(machine(one), one["train_seconds"]) for one in row.done], columns=["machine", "seconds"])
+    times = []
+    for name, mean in seconds.groupby("machine", sort=False)["seconds"].mean().items():
+        times.append((f"{mean / 3600:.1f} h" if mean >= 3600 else f"{mean / 60:.0f} min") + f" on {name}")
+    return "; ".join(times)
+
+
+def revision(git: str | None) -> str:
+    """A commit, shortened, and whether the tree was changed."""
+    return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
+
+
+def commits(row: Row) -> str:
     """All revisions that trained a row's runs, shortened."""
-    found = (git for one in cell["done"] for git in [*one.get("git_before", ()), one["git"]])
+    found = (git for one in row.done for git in [*one.get("git_before", ()), one["git"]])
     return ", ".join(dict.fromkeys(map(revision, found)))
 
 
-def table(entries: list[dict]) -> list[str]:
-    """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
-    head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
-    lines = [f"| {head} |", "|" + "---|" * 9]
-    for cell in entries:
-        job, steps = cell["job"], f"{cell['steps']:,}"
-        if not cell["done"]:
-            lines.append(f"| {job.suite}, `{cell['row']}` | - | {seeds_of(cell)} | {failure(cell)} |" + " - |" * 5)
-        for split, scores in cell["splits"].items():
-            theirs = cell["published"][split]
-            row = [f"{job.suite}, `{cell['row']}` ({split})", steps, seeds_of(cell)]
-            row += [number(scores, cell["done"][0]["eval"]["splits"][split]), last_tenth(cell)[1], shown(theirs)]
-            row += [differences(cell, scores, theirs), hardware(cell), commits(cell)]
-            lines.append("| " + " | ".join(row) + " |")
-    return lines
+def markdown(head: str, lines: list[list[str]]) -> list[str]:
+    """A table; `head` has its columns, separated by " | "."""
+    texts = [" | ".join(cells) for cells in lines]
+    lines = [f"| {text} |".replace("|  |", "| |") for text in texts]
+    return [f"| {head} |", "|" + "---|" * len(head.split(" | ")), *lines]
 
 
-def shown(theirs: list) -> str:
+def shown(theirs: list[Published]) -> str:
     errors = ["" if entry.error is None else f" ± {entry.error:.2f}" for entry in theirs]
     texts = (f"{one.score:.2f}{error}, {one.what} ({one.how})" for one, error in zip(theirs, errors, strict=True))
     return "; ".join(texts) or "none at these steps"
+
+
+def finished(rows: list[Row]) -> list[str]:
+    """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
+    head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
+    lines = []
+    for row in rows:
+        name = f"{row.job.suite}, `{row.name}`"
+        if not row.done and row.failed:
+            error = row.failed[0]["error"].splitlines()[-1].replace("|", "/")
+            lines.append([name, "-", row.seeds, f"failed: {error}", *["-"] * 5])
+        hardware = "; ".join(dict.fromkeys(map(machine, row.done)))
+        for split in row.splits:
+            theirs = published(row.job, split, row.steps)
+            cells = [f"{name} ({split})", f"{row.steps:,}", row.seeds, row.evaluated(split), training(row)]
+            lines.append([*cells, shown(theirs), differences(row, split), hardware, commits(row)])
+    return markdown(head, lines)
 
 
 def rounded(score: float) -> str:
     return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
 
 
-def headlines(results: Path = RESULTS) -> list[str]:
+def headlines(rows: list[Row]) -> list[str]:
     """The README's rows: mean training return over the last tenth of the steps."""
-    entries = {(cell["job"].suite, cell["row"]): cell for cell in cells(results)}
-    lines = ["| script | game | steps | seeds | ours | published |", "|" + "---|" * 6]
-    random = reference()
+    found = {(row.job.suite, row.name): row for row in rows if row.done}
+    lines = []
     for key, what in HEADLINES.items():
-        if key not in entries or not entries[key]["done"]:
+        if key not in found:
             continue
-        cell = entries[key]
-        means = last_tenth(cell)[0]
-        ours = ", ".join(map(rounded, means))
-        if len(means) > 2:
-            ours = f"{rounded(statistics.mean(means))} ± {statistics.stdev(means) / len(means) ** 0.5:.1f}"
+        row = found[key]
+        means = last_tenth(row)
+        ours = ", ".join(map(rounded, means)) if len(means) < 3 else mean_and_error(means, 1, 1)
         known = []
-        for split, one in [(split, one) for split, found in cell["published"].items() for one in found]:
-            error = "" if one.error is None else f" ± {rounded(one.error)}"
-            evaluated = rounded(statistics.mean(cell["splits"][split]))
-            how = "" if TRAINING in one.how else f" ({one.how}; ours evaluated: {evaluated})"
-            known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
-        blind = random.get(("atari", cell["job"].game, "random"), {}).get(0)
-        if blind is not None and (not known or "without" in what):
-            known.append(f"{rounded(blind)}, random play")
-        steps = f"{cell['steps'] / 1e6:.0f}M"
-        script = cell["job"].file
-        lines.append(f"| `{script}` | {what} | {steps} | {len(means)} | {ours} | {'; '.join(known)} |")
-    return lines
+        for split in row.splits:
+            for one in published(row.job, split, row.steps):
+                error = "" if one.error is None else f" ± {rounded(one.error)}"
+                evaluated = rounded(np.mean(row.splits[split]))
+                how = "" if TRAINING in one.how else f" ({one.how}; ours evaluated: {evaluated})"
+                known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
+        blind = points_of(row.job.game, "random")
+        if len(blind) and (not known or "without" in what):
+            known.append(f"{rounded(blind['score'].iloc[0])}, random play")
+        steps = f"{row.steps / 1e6:.0f}M"
+        lines.append([f"`{row.job.file}`", what, steps, str(len(means)), ours, "; ".join(known)])
+    return markdown("script | game | steps | seeds | ours | published", lines)
 
 
 PAGES = {"snd_breakout": "ppo_atari_snd"}  # the page of a variant's results
 
 
-def of_script(script: str, results: Path = RESULTS) -> list[dict]:
+def of_script(script: str, rows: list[Row]) -> list[Row]:
     """The finished rows of LONG steps of a script and of its variants."""
-    found = [cell for cell in cells(results) if cell["done"] and cell["steps"] >= LONG]
-    return [cell for cell in found if PAGES.get(cell["job"].script, cell["job"].script) == script]
+    return [row for row in rows if row.steps >= LONG and PAGES.get(row.job.script, row.job.script) == script]
 
 
-def results_of(script: str, results: Path = RESULTS) -> list[str]:
+def results_of(script: str, rows: list[Row]) -> list[str]:
     """A docs page's table, its picture and the commands of its rows."""
-    entries = of_script(script, results)
-    lines = [f"![Training curves of {script}.py](images/{script}.svg)", ""]
-    lines += ["| setting | game | steps | seeds | in training | evaluated | published | time |", "|" + "---|" * 8]
-    commands = {}
-    for cell in entries:
-        job = cell["job"]
-        name = job.variant.removeprefix(f"{script}:").replace(":", " ")
-        commands.setdefault(name, job)
-        for split, scores in cell["splits"].items():
-            value = number(scores, cell["done"][0]["eval"]["splits"][split])
-            row = [name, job.game, f"{cell['steps']:,}", str(len(cell["done"])), number(last_tenth(cell)[0])]
-            lines.append("| " + " | ".join([*row, value, shown(cell["published"][split]), time_of(cell)]) + " |")
-    lines += [
-        "",
-        "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.",
-        "",
-        "```sh",
-    ]
+    lines, commands = [], {}
+    for row in of_script(script, rows):
+        name = row.job.variant.removeprefix(f"{script}:").replace(":", " ")
+        commands.setdefault(name, row.job)
+        for split in row.splits:
+            cells = [name, row.job.game, f"{row.steps:,}", str(len(row.done)), number(last_tenth(row))]
+            theirs = shown(published(row.job, split, row.steps))
+            lines.append([*cells, row.evaluated(split), theirs, time_of(row)])
+    text = [f"![Training curves of {script}.py](images/{script}.svg)", ""]
+    text += markdown("setting | game | steps | seeds | in training | evaluated | published | time", lines)
+    text += ["", "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.", ""]
+    text += ["```sh"]
     for name, job in commands.items():
-        lines += [f"# {name}", " ".join(job.command)]
-    return [*lines, "```"]
+        text += [f"# {name}", " ".join(job.command)]
+    return [*text, "```"]
 
 
-def sixteen(results: Path = RESULTS) -> list[dict]:
-    """Our runs of 1M steps in OpenAI's setting, one entry per Procgen game, and OpenAI's PPO at the same step."""
-    points, tenths, errors = reference(), reference("last_tenth"), reference("stderr")
-    with open(REFERENCE / "procgen16_1m.csv", newline="") as file:
-        logged = list(csv.DictReader(file))
-    ours = {}
-    for cell in cells(results, ["two_cores", "procgen16_1m"]):
-        if cell["job"].variant == "ppo_procgen:openai" and cell["done"]:
-            ours[cell["job"].game] = cell
-    found = []
-    for game in matrix.PROCGEN:
-        key = ("procgen", game, "all_levels_PPO")
-        low, high = (points["procgen", game, name][0] for name in ("R_min", "R_max"))
-        one = dict(game=game, low=low, high=high, theirs=tenths[key][ONE_MILLION])
-        one["deviation"] = errors[key][ONE_MILLION] * 3**0.5  # of OpenAI's three runs
-        curves = ours[game]["curves"].values() if game in ours else []
-        one["curves"] = [running_mean(rows) for rows in curves if rows]
-        one["means"] = [mean_after(0.9, *curve) for curve in one["curves"]]
-        rows = [row for row in logged if row["env"] == game]
-        one["steps"] = [int(row["step"]) for row in rows]
-        one["runs"] = [[float(row[name]) for row in rows] for name in ("run0", "run1", "run2")]
-        found.append(one)
-    return found
-
+# --- the sixteen games of Procgen ---
 
 ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
 
 
-def mean_after(share: float, steps: list, values: list) -> float:
-    """The mean of the values after this share of 1M steps."""
-    return statistics.mean(value for step, value in zip(steps, values, strict=True) if step > share * ONE_MILLION)
+def running_mean(curve: pd.DataFrame, least: int = 100) -> pd.Series:
+    """The mean over the last rows with at least 100 episodes, by step, as in OpenAI's logs."""
+    rows = episodes(curve)
+    count = rows["count"].cumsum().to_numpy()
+    total = (rows["score"] * rows["count"]).cumsum().to_numpy()
+    before = np.searchsorted(count, count - least, side="right")  # rows that are not needed
+    count_before, total_before = np.insert(count, 0, 0)[before], np.insert(total, 0, 0)[before]
+    return pd.Series((total - total_before) / (count - count_before), index=rows["step"])
 
 
-def sixteen_table(results: Path = RESULTS) -> list[str]:
-    """Ours and OpenAI's at the end of 1M steps, z-scores, mean normalized returns.
+@dataclass
+class Game:
+    """Running means by step, normalized or not: a series per run of ours, a column per run of OpenAI's."""
 
-    Both are means over the updates of the last tenth, each of about 100 episodes (`running_mean`).
+    name: str
+    low: float
+    high: float
+    ours: list[pd.Series]
+    theirs: pd.DataFrame
+
+    def normalized(self, returns):
+        return (returns - self.low) / (self.high - self.low)
+
+
+def sixteen(rows: list[Row]) -> list[Game]:
+    """Our runs of 1M steps in OpenAI's setting and OpenAI's three runs, for every Procgen game."""
+    logged = pd.read_csv(REFERENCE / "procgen16_1m.csv")
+    curves = {}
+    for row in rows:
+        if row.job.suite in ("two_cores", "procgen16_1m") and row.job.variant == "ppo_procgen:openai" and row.done:
+            curves[row.job.game] = [running_mean(curve) for curve in row.curves.values() if len(episodes(curve))]
+    games = []
+    for name in matrix.PROCGEN:
+        low, high = (points_of(name, limit)["score"].iloc[0] for limit in ("R_min", "R_max"))
+        theirs = logged[logged["env"] == name].set_index("step")[["run0", "run1", "run2"]]
+        games.append(Game(name, low, high, curves.get(name, []), theirs))
+    return games
+
+
+def after(share: float, returns):
+    """The mean after this share of 1M steps, of each run."""
+    return returns[returns.index > share * ONE_MILLION].mean()
+
+
+def interquartile_mean(*games, axis=-1):
+    """The mean of the middle half of all runs of all games (Agarwal et al. 2021)."""
+    return scipy.stats.trim_mean(np.concatenate(games, axis=axis), 0.25, axis=axis)
+
+
+def interval(games: list, resamples: int = 2000):
+    """95 % stratified bootstrap interval of `interquartile_mean`: runs are drawn within each game.
+
+    games: the normalized scores of each game, runs on the last axis. None if a game has only one run.
     """
-    lines = ["| game | seeds | ours | OpenAI's PPO (std of 3 runs) | z |", "|" + "---|" * 5]
-    found = [one for one in sixteen(results) if one["means"]]
-    for one in found:
-        z = (statistics.mean(one["means"]) - one["theirs"]) / one["deviation"]
-        ours = ", ".join(f"{score:.2f}" for score in one["means"])
-        theirs = f"{one['theirs']:.2f} ({one['deviation']:.2f})"
-        lines.append(f"| {one['game']} | {len(one['means'])} | {ours} | {theirs} | {z:+.1f} |")
+    if min(np.shape(game)[-1] for game in games) < 2:
+        return None
+    options = dict(vectorized=True, axis=-1, method="percentile", n_resamples=resamples, batch=100, rng=0)
+    found = scipy.stats.bootstrap(games, interquartile_mean, **options).confidence_interval
+    return found.low, found.high
+
+
+def sixteen_table(rows: list[Row]) -> list[str]:
+    """Ours and OpenAI's at the end of 1M steps, z-scores, normalized returns.
+
+    All are means over the updates of the last tenth, each of about 100 episodes (`running_mean`).
+    """
+    lines, games = [], [game for game in sixteen(rows) if game.ours]
+    for game in games:
+        point = points_of(game.name, "all_levels_PPO").set_index("step").loc[ONE_MILLION]
+        deviation = point["stderr"] * 3**0.5  # of OpenAI's three runs
+        means = [after(0.9, run) for run in game.ours]
+        z = (np.mean(means) - point["last_tenth"]) / deviation
+        ours = ", ".join(f"{score:.2f}" for score in means)
+        lines.append([game.name, str(len(means)), ours, f"{point['last_tenth']:.2f} ({deviation:.2f})", f"{z:+.1f}"])
     for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
-        ours, theirs, deviation = mean_normalized(found, share)
-        title = f"**mean normalized return of {len(found)} games, {title}**"
+        ours, theirs, deviation = mean_normalized(games, share)
+        title = f"**mean normalized return of {len(games)} games, {title}**"
         z = (ours - theirs) / deviation
-        lines.append(f"| {title} | | {ours:.3f} | {theirs:.3f} ({deviation:.3f}) | {z:+.1f} |")
-    return lines
+        lines.append([title, "", f"{ours:.3f}", f"{theirs:.3f} ({deviation:.3f})", f"{z:+.1f}"])
+    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
+        ours = [game.normalized(np.array([after(share, run) for run in game.ours])) for game in games]
+        theirs = [game.normalized(after(share, game.theirs)).to_numpy() for game in games]
+        texts = [f"{interquartile_mean(*each):.3f}{bounds(interval(each))}" for each in (ours, theirs)]
+        lines.append([f"**interquartile mean of these returns, {title}**", "", *texts, ""])
+    return markdown("game | seeds | ours | OpenAI's PPO (std of 3 runs) | z", lines)
 
 
-def mean_normalized(games: list[dict], share: float) -> tuple[float, float, float]:
+def bounds(limits) -> str:
+    return "" if limits is None else f" [{limits[0]:.3f}, {limits[1]:.3f}]"
+
+
+def mean_normalized(games: list[Game], share: float) -> tuple[float, float, float]:
     """After this share of 1M steps: our mean normalized return, OpenAI's, and the std of one such mean.
 
     The std follows from those of the games, which are independent.
     """
-    ours, theirs, variances = [], [], []
-    for one in games:
-        scale = one["high"] - one["low"]
-        mine = statistics.mean(mean_after(share, *curve) for curve in one["curves"])
-        runs = [mean_after(share, one["steps"], run) for run in one["runs"]]
-        ours.append((mine - one["low"]) / scale)
-        theirs.append((statistics.mean(runs) - one["low"]) / scale)
-        variances.append(statistics.variance(runs) / scale**2)
-    return statistics.mean(ours), statistics.mean(theirs), sum(variances) ** 0.5 / len(games)
+    ours = [game.normalized(np.mean([after(share, run) for run in game.ours])) for game in games]
+    theirs = [game.normalized(after(share, game.theirs)) for game in games]
+    deviation = np.sum([runs.var() for runs in theirs]) ** 0.5 / len(games)
+    return np.mean(ours), np.mean([runs.mean() for runs in theirs]), deviation
 
 
 STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours to OpenAI's
@@ -416,35 +469,30 @@ STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours 
 OUTSIDE = 4.97  # |z| of one more run of the same code is below this in 95 % of cases: Student's t of three runs
 
 
-def statistics_table(results: Path = RESULTS) -> list[str]:
+def statistics_table(rows: list[Row]) -> list[str]:
     """Statistics of training, each a mean over the updates of 1M steps: our runs compared with OpenAI's three."""
-    theirs = {}
-    with open(REFERENCE / "procgen16_1m_statistics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            theirs[row["env"], row["statistic"]] = [float(row[name]) for name in ("run0", "run1", "run2")]
+    theirs = pd.read_csv(REFERENCE / "procgen16_1m_statistics.csv").set_index(["env", "statistic"])
     runs = []
-    for cell in cells(results, ["two_cores", "procgen16_1m"]):
-        if cell["job"].variant == "ppo_procgen:openai":
-            for seed in cell["curves"]:
-                with open(results / cell["job"].suite / cell["row"] / f"seed{seed}.csv", newline="") as file:
-                    runs.append((cell["job"].game, list(csv.DictReader(file))))
-    lines = [f"| statistic | ours / OpenAI's, median of {len(runs)} runs | range | runs outside |", "|" + "---|" * 4]
+    for row in rows:
+        if row.job.suite in ("two_cores", "procgen16_1m") and row.job.variant == "ppo_procgen:openai":
+            runs += [(row.job.game, curve) for curve in row.curves.values()]
+    lines = []
     for name, (original, factor) in STATISTICS.items():
-        ratios, outside = [], 0
-        for game, rows in runs:
-            ours = factor * statistics.mean(float(row[name]) for row in rows if row[name])
-            published = theirs[game, original]
-            mean = statistics.mean(published)
-            ratios.append(ours / mean)
-            outside += abs(ours - mean) > OUTSIDE * statistics.stdev(published)
-        limits = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        lines.append(f"| `{name}` | {statistics.median(ratios):.2f} | {limits} | {outside} |")
-    return lines
+        ours = np.array([factor * curve[name].mean() for _, curve in runs])
+        published = theirs.loc[[(game, original) for game, _ in runs]]
+        mean, deviation = published.mean(axis=1).to_numpy(), published.std(axis=1).to_numpy()
+        ratios = ours / mean
+        outside = int((np.abs(ours - mean) > OUTSIDE * deviation).sum())
+        limits = f"{ratios.min():.2f} to {ratios.max():.2f}"
+        lines.append([f"`{name}`", f"{np.median(ratios):.2f}", limits, str(outside)])
+    return markdown(f"statistic | ours / OpenAI's, median of {len(runs)} runs | range | runs outside", lines)
 
 
-def speeds(results: Path = RESULTS) -> list[dict]:
+# --- speed ---
+
+
+def speeds(results: Path) -> list[dict]:
     """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
-    first = ["cleanrl", "sb3"]
     found = [read(path) for path in sorted((results / "speed").glob("*.json"))]
     found = [one for one in found if "results" in one]  # without comparisons of revisions
     for one in found:
@@ -452,7 +500,7 @@ def speeds(results: Path = RESULTS) -> list[dict]:
         one["script"] = command.split()[2]
         one["work"] = f"{one['script']} {flags}".strip()
         one["beside"] = [*one["results"]][-1]
-    return sorted(found, key=lambda one: [*first, one["beside"]].index(one["beside"]))
+    return sorted(found, key=lambda one: ["cleanrl", "sb3", one["beside"]].index(one["beside"]))
 
 
 def processors(hardware: str) -> str:
@@ -461,91 +509,61 @@ def processors(hardware: str) -> str:
     return ", ".join(part for part in parts if not part.startswith(("no GPU", "torch ")))
 
 
-def revision(git: str | None) -> str:
-    """A commit, shortened, and whether the tree was changed."""
-    return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
+def ratio_of(found: dict) -> str:
+    wall = found["wall_ratios"]
+    return f"**{np.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
 
 
-def speed_table(results: Path = RESULTS) -> list[str]:
+def speed_table(results: Path) -> list[str]:
     """One line per file of results/speed: steps/s of both, their ratio in wall and CPU time, hardware, commit."""
-    head = ["script and flags", "steps/s", "compared with, its steps/s", "ratio, wall time", "per CPU second"]
-    head += ["memory", "processor", "commit"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    head = "script and flags | steps/s | compared with, its steps/s | ratio, wall time | per CPU second"
+    lines = []
     for found in speeds(results):
         ours, name, theirs = found["results"]["script"], found["beside"], [*found["results"].values()][-1]
-        row = [f"`{found['work']}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
+        cells = [f"`{found['work']}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
         if name != "script":
-            wall, cpu = found["wall_ratios"], [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
+            cpu = [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
             of = f" {revision(found['source'])}" if "source" in found else ""
-            row += [f"{name}{of}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs)]
-            row += [f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"]
-            row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
+            cells += [f"{name}{of}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs), ratio_of(found)]
+            cells += [f"{np.median(cpu):.2f}" if cpu else "-"]
         else:
-            row += ["-", "-", "-"]
-        row += [f"{max(r['peak_gib'] for r in ours):.2f} GiB"]
-        row += [processors(found["hardware"]), revision(found["git"])]
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
+            cells += ["-", "-", "-"]
+        peak = f"{max(r['peak_gib'] for r in ours):.2f} GiB"
+        lines.append([*cells, peak, processors(found["hardware"]), revision(found["git"])])
+    return markdown(f"{head} | memory | processor | commit", lines)
 
 
-SHARES = ("learner", "acting")
-
-
-def floor_table(results: Path = RESULTS) -> list[str]:
-    """One line per file of results/floor: learner and acting compared with their layers alone."""
-    head = ["script and flags", "matrix product", "layers alone", "learner", "share", "forward only", "acting", "share"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 8]
-    for path in sorted((results / "floor").glob("*.json")):
-        one = read(path)
-        if not one:
-            continue
-        layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
-        row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
-        spans = {name: "{:.2f} to {:.2f}".format(*(f(one[f"{name}_shares"]) for f in (min, max))) for name in SHARES}
-        row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}** ({spans['learner']})"]
-        row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
-        row += [f"**{one['acting_share']:.2f}** ({spans['acting']})"]
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
-
-
-def speed_headlines(results: Path = RESULTS) -> list[str]:
+def speed_headlines(results: Path) -> list[str]:
     """The README's rows: those compared with CleanRL, a column for each machine."""
     rows = {}
     for found in speeds(results):
         if found["beside"] == "cleanrl":
-            wall = found["wall_ratios"]
             _, cores, *gpu = processors(found["hardware"]).split(", ")
-            ratio = f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
-            rows.setdefault(found["work"], {})[", ".join([*gpu, cores])] = ratio
-    machines = dict.fromkeys(machine for ratios in rows.values() for machine in ratios)
-    lines = ["| script and flags | " + " | ".join(machines) + " |", "|" + "---|" * (1 + len(machines))]
-    for work, ratios in rows.items():
-        lines.append(" | ".join([f"| `{work}`", *(ratios.get(machine, "-") for machine in machines)]) + " |")
-    return lines
+            rows.setdefault(f"`{found['work']}`", {})[", ".join([*gpu, cores])] = ratio_of(found)
+    table = pd.DataFrame.from_dict(rows, orient="index").fillna("-")
+    lines = [[work, *ratios] for work, ratios in zip(table.index, table.to_numpy(), strict=True)]
+    return markdown(" | ".join(["script and flags", *table.columns]), lines)
 
 
-def finished(results: Path = RESULTS) -> list[str]:
-    return table(cells(results))
-
+# --- pages and pictures ---
 
 PER_FILE = {  # the tables between marks, by file
     "README.md": dict(results=headlines, speed=speed_headlines),
     "benchmark/README.md": dict(results=finished),
-    "docs/performance.md": dict(speed=speed_table, floor=floor_table),
-    **{f"docs/{name}.md": dict(results=lambda results, name=name: results_of(name, results)) for name in SCRIPTS},
+    "docs/performance.md": dict(speed=speed_table),
+    **{f"docs/{name}.md": dict(results=lambda rows, name=name: results_of(name, rows)) for name in SCRIPTS},
 }
 PER_FILE["docs/ppo_procgen.md"] |= dict(procgen16=sixteen_table, statistics=statistics_table)
 
 
-def filled(text: str, tables: dict, results: Path = RESULTS) -> str:
+def filled(text: str, tables: dict, rows: list[Row], results: Path) -> str:
     """The text with the present tables between <!-- NAME --> and <!-- end of NAME -->."""
     for name, lines in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         if begin in text:
             head, _, rest = text.partition(begin)
             tail = rest.split(end, 1)[1]  # an IndexError rather than a cut page
-            text = "\n".join([head + begin, *lines(results), end + tail])
+            text = "\n".join([head + begin, *lines(results if name == "speed" else rows), end + tail])
     return text
 
 
@@ -566,16 +584,20 @@ def relinked(text: str) -> str:
     return LINK.sub(link, text)
 
 
-def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
-    """All Procgen games: our curves in OpenAI's setting and those of OpenAI's three runs, both running means."""
-    figure, axes = pyplot.subplots(4, 4, figsize=(8.4, 7.2), sharex=True, layout="constrained")
-    for panel, one in zip(axes.flat, sixteen(results), strict=True):
-        for means in one["runs"]:
-            panel.plot([step / 1e6 for step in one["steps"]], means, "0.6", linewidth=0.8)
-        for steps, means in one["curves"]:
-            panel.plot([step / 1e6 for step in steps], means, "C0", linewidth=1.2)
-        panel.axhline(one["low"], color="grey", linestyle=":", linewidth=1)
-        panel.set_title(one["game"], fontsize=10)
+def draw_sixteen(path: Path, pyplot, rows: list[Row]):
+    """All Procgen games in OpenAI's setting, our runs and OpenAI's three, and the interquartile mean of all."""
+    games = sixteen(rows)
+    figure = pyplot.figure(figsize=(8.4, 9), layout="constrained")
+    panels = figure.subplot_mosaic([*np.arange(16).reshape(4, 4).tolist(), ["all"] * 4], sharex=True)
+    for i, game in enumerate(games):
+        panel = panels[i]
+        panel.plot(game.theirs.index / 1e6, game.theirs, "0.6", linewidth=0.8)
+        for run in game.ours:
+            panel.plot(run.index / 1e6, run, "C0", linewidth=1.2)
+        panel.axhline(game.low, color="grey", linestyle=":", linewidth=1)
+        panel.set_title(game.name, fontsize=10)
+    draw_interquartile_mean(panels["all"], games)
+    for panel in panels.values():
         panel.tick_params(labelsize=8)
         panel.set_xlim(0, 1.05)
         panel.set_xticks([0, 0.5, 1])
@@ -591,36 +613,47 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
     pyplot.close(figure)
 
 
-def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
+def draw_interquartile_mean(panel, games: list[Game]):
+    """Of normalized returns after each update, with the bootstrap interval where each game has several runs."""
+    games = [game for game in games if game.ours]
+    steps = games[0].theirs.index
+    ours = [[game.normalized(np.interp(steps, run.index, run)) for run in game.ours] for game in games]
+    for name, color, scores in (
+        ("OpenAI's PPO", "0.6", [game.normalized(game.theirs.to_numpy()) for game in games]),
+        ("ppo_procgen.py", "C0", [np.array(runs).T for runs in ours]),
+    ):
+        panel.plot(steps / 1e6, interquartile_mean(*scores), color, label=name)
+        limits = interval(scores)
+        if limits is not None:
+            panel.fill_between(steps / 1e6, *limits, color=color, alpha=0.3, linewidth=0)
+    panel.set_title("interquartile mean of the normalized returns; band: 95 % bootstrap interval", fontsize=10)
+    panel.legend(fontsize=8, frameon=False)
+
+
+def draw_script(path: Path, script: str, pyplot, rows: list[Row]):
     """A docs page's picture: a panel per game, a color per setting, a line per seed, published points.
 
     A game whose only runs are in procgen16.svg has no panel here.
     """
     games, colors = {}, {}
-    for cell in of_script(script, results):
-        games.setdefault(cell["job"].game, []).append(cell)
-    for game, group in list(games.items()):
-        if all(cell["job"].suite == "procgen16_1m" for cell in group):
-            del games[game]
+    for row in of_script(script, rows):
+        games.setdefault(row.job.game, []).append(row)
+    games = {game: group for game, group in games.items() if {row.job.suite for row in group} != {"procgen16_1m"}}
     columns = min(len(games), 3)
-    rows = -(-len(games) // columns)
-    size = (max(4.2, 2.8 * columns), 2.9 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    lines = -(-len(games) // columns)
+    size = (max(4.2, 2.8 * columns), 2.9 * lines)
+    figure, axes = pyplot.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
-        points = {}
-        for cell in group:
-            setting = cell["job"].variant.removeprefix(f"{script}:").replace(":", " ")
+        longest = max(row.steps for row in group)
+        for row in group:
+            setting = row.job.variant.removeprefix(f"{script}:").replace(":", " ")
             color = colors.setdefault(setting, f"C{len(colors)}")
-            for i, values in enumerate(filter(None, cell["curves"].values())):
-                steps, means = smooth(values, values[-1][0] / 50)
-                steps = [step / 1e6 for step in steps]
-                panel.plot(steps, means, color, linewidth=1.2, label=setting if i == 0 else None)
-            for what, known in cell["checkpoints"]:
-                what = what.split(" (")[0]
-                points[what] = max(points.get(what, []), known, key=len)  # up to our longest run's end
-        for marker, (what, known) in zip("o^v", points.items(), strict=False):
-            steps, scores = zip(*known, strict=True)
-            panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4, label=what)
+            curves = [smooth(episodes(curve)) for curve in row.curves.values() if len(episodes(curve))]
+            for i, curve in enumerate(curves):
+                panel.plot(curve.index / 1e6, curve, color, linewidth=1.2, label=setting if i == 0 else None)
+        known = [points for row in group for points in checkpoints(row.job, longest).items()]
+        for marker, (what, points) in zip("o^v", dict(known).items(), strict=False):
+            panel.plot(points["step"] / 1e6, points["score"], f"k{marker}", markersize=4, label=what)
         panel.set_title(game, fontsize=10)
         panel.tick_params(labelsize=8)
         panel.legend(fontsize=7, frameon=False)
@@ -632,7 +665,21 @@ def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
     pyplot.close(figure)
 
 
-def draw(folder: Path = ROOT / "docs" / "images"):
+def checkpoints(job, steps: int) -> dict:
+    """What it is -> published training returns up to this number of steps."""
+    found = sources(job, "train") or sources(job, "game") or sources(job, "test")
+    points = {what: points_of(job.game, series) for series, what, how in found if TRAINING in how}
+    points = {what: each[each["step"] <= 1.1 * steps] for what, each in points.items()}
+    return {what: each for what, each in points.items() if len(each)}
+
+
+def smooth(rows: pd.DataFrame, windows: int = 50) -> pd.Series:
+    """Mean returns of the windows of steps, by the last step of each."""
+    window = (rows["step"] - 1) // (rows["step"].iloc[-1] / windows)
+    return pd.Series({part["step"].iloc[-1]: weighted_mean(part) for _, part in rows.groupby(window)})
+
+
+def draw(rows: list[Row], folder: Path = ROOT / "docs" / "images"):
     """All pictures, as SVG without a date."""
     import matplotlib
 
@@ -642,61 +689,100 @@ def draw(folder: Path = ROOT / "docs" / "images"):
     folder.mkdir(exist_ok=True)
     pyplot.rcParams |= {"svg.hashsalt": "0", "axes.spines.top": False, "axes.spines.right": False}
     pyplot.rcParams["savefig.format"] = "svg"
-    draw_sixteen(folder / "procgen16.svg", pyplot)
+    draw_sixteen(folder / "procgen16.svg", pyplot, rows)
     for script in SCRIPTS:
-        if of_script(script):
-            draw_script(folder / f"{script}.svg", script, pyplot)
+        if of_script(script, rows):
+            draw_script(folder / f"{script}.svg", script, pyplot, rows)
 
 
-def smooth(values: list, window: float) -> tuple[list, list]:
-    """Rows (step, mean return, episodes) -> last steps and mean returns of the windows of steps."""
-    windows = {}
-    for step, score, episodes in values:
-        windows.setdefault(int((step - 1) // window), []).append((step, score, episodes))
-    steps = [part[-1][0] for part in windows.values()]
-    means = [sum(score * n for _, score, n in part) / sum(n for *_, n in part) for part in windows.values()]
-    return steps, means
+# --- other people's tools, other commits ---
 
 
-def running_mean(values: list, episodes: int = 100) -> tuple[list, list]:
-    """Rows (step, mean return, episodes) -> steps, and the mean over the last rows with at least 100 episodes.
+def export(rows: list[Row], path: Path):
+    """All curves as one table: script (with suite and setting), game, seed, step, metric, value."""
+    tables = []
+    for row in rows:
+        for seed, curve in row.curves.items():
+            table = curve.drop(columns="iteration").melt("step", var_name="metric").dropna()
+            script = f"{row.job.suite}/{row.job.variant.replace(':', '-')}"
+            tables.append(table.assign(script=script, game=row.job.game, seed=seed))
+    curves = pd.concat(tables)[["script", "game", "seed", "step", "metric", "value"]]
+    if path.suffix == ".parquet":
+        curves.to_parquet(path, index=False)
+    else:
+        curves.to_csv(path, index=False)
 
-    OpenAI's logs have the mean of the last 100 episodes.
-    """
-    means = []
-    for i in range(len(values)):
-        total = count = 0
-        for _, score, n in reversed(values[: i + 1]):
-            total += score * n
-            count += n
-            if count >= episodes:
-                break
-        means.append(total / count)
-    return [step for step, *_ in values], means
+
+def scores_of(place: str) -> dict:
+    """(row, split) -> scores of its seeds, or of the episodes of the only one, in a folder or a commit's results."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(place)
+        if not folder.is_dir():
+            git = ["git", "-C", str(ROOT), "archive", place, "benchmark/results"]
+            done = subprocess.run(git, capture_output=True)
+            if done.returncode:
+                raise ValueError(f"{place}: neither a folder nor a commit with results")
+            tarfile.open(fileobj=io.BytesIO(done.stdout)).extractall(temporary, filter="data")
+            folder = Path(temporary, "benchmark", "results")
+        found = {}
+        for path in sorted(folder.glob("*/*/*/seed*.json")):
+            one = read(path)
+            for split, evaluation in ((one.get("eval") or {}).get("splits", {})).items():
+                found.setdefault((str(path.parent.relative_to(folder)), split), []).append(evaluation["returns"])
+        return found
+
+
+def compare(before: str, after: str) -> list[str]:
+    """For each row that both have: evaluations, the difference and its 95 % interval (Welch's t)."""
+    old, new, lines = scores_of(before), scores_of(after), []
+    for key in [key for key in new if key in old]:
+        over = "episodes" if min(len(old[key]), len(new[key])) == 1 else "seeds"
+        if over == "seeds":
+            a, b = ([np.mean(returns) for returns in found[key]] for found in (old, new))
+        else:
+            a, b = (np.concatenate(found[key]) for found in (old, new))
+        low, high = scipy.stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+        row, split = key
+        cells = [f"`{row}` ({split})", f"{np.mean(a):.2f}", f"{np.mean(b):.2f}", f"{np.mean(b) - np.mean(a):+.2f}"]
+        lines.append([*cells, f"{low:+.2f} to {high:+.2f}", f"{len(old[key])}, {len(new[key])}", over])
+    return markdown("row | A | B | B - A | 95 % interval | seeds of A, B | interval over", lines)
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a text is out of date")
     parser.add_argument("--results", type=Path, help="another folder of results; writes README.md there")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="folders of results, or commits")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write all curves to a .parquet or .csv file")
     options = parser.parse_args(argv)
     if options.results and not options.results.is_dir():
         parser.error(f"--results {options.results}: no such folder")
+    if options.compare:
+        try:
+            print("\n".join(compare(*options.compare)))
+        except ValueError as error:
+            parser.error(f"--compare {error}")
+        return 0
+    results = options.results or RESULTS
+    rows = read_rows(results)
+    if options.export:
+        export(rows, options.export)
+        return 0
     files = {}
     if options.results:
-        files[options.results / "README.md"] = "\n".join(["# Results", "", *finished(options.results), ""])
+        files[results / "README.md"] = "\n".join(["# Results", "", *finished(rows), ""])
     else:
         for name in (*PER_FILE, "docs/metrics.md"):
             text = (ROOT / name).read_text()
-            files[ROOT / name] = relinked(filled(text, PER_FILE.get(name, {})))
+            files[ROOT / name] = relinked(filled(text, PER_FILE.get(name, {}), rows, results))
     if options.check:
         old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
         print("\n".join(f"{path}: out of date, run benchmark/report.py" for path in old) or "up to date")
         return int(bool(old))
     for path, text in files.items():
-        matrix.write_atomically(path, text)
+        path.write_text(text)
     if not options.results:
-        draw()
+        draw(rows)
     return 0
 
 
