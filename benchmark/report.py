@@ -3,12 +3,11 @@
     python benchmark/report.py                   # README.md, benchmark/README.md, docs/*.md and docs/images
     python benchmark/report.py --results FOLDER  # of run.py --results FOLDER: writes FOLDER/README.md
     python benchmark/report.py --check           # write nothing; exit code 1 if a text is out of date
-    python benchmark/report.py --compare A B     # two folders or commits: differences of scores, B minus A
-    python benchmark/report.py --export curves.parquet  # all curves in one file (or curves.csv)
+    python benchmark/report.py --compare A B     # two folders of results or commits: each row's difference
+    python benchmark/report.py --export curves.parquet  # all curves in one table (or curves.csv)
 
-Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (written by benchmark/run.py), the speed figures
-in results/speed/*.json, and the published numbers in benchmark/reference/. An unreadable file is named and left out; a
-failed job is shown with its error.
+Reads benchmark/results (written by run.py and speed.py) and the published numbers in benchmark/reference. An unreadable
+file is named and left out; a failed job is shown with its error.
 Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
 michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
 step, for the pictures. "stderr" is the standard error over runs of what the tables use.
@@ -18,20 +17,21 @@ Links to a line of ours, [`code`](../script.py#L1), get the number of the one li
 """
 
 import argparse
-import io
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import scipy.stats
+from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
@@ -93,34 +93,24 @@ class Row:
     """A game and setting of a suite: its first job, the results of its seeds, and the curves of the finished ones."""
 
     job: matrix.Job
-    name: str  # script-setting/game
-    done: list[dict]
-    failed: list[dict]
-    curves: dict[int, pd.DataFrame]  # by seed
+    done: list[dict] = field(default_factory=list)
+    failed: list[dict] = field(default_factory=list)
+    curves: dict[int, pd.DataFrame] = field(default_factory=dict)  # by seed
+
+    @property
+    def name(self) -> str:
+        return str(Path(self.job.name).parent)  # script-setting/game
 
     @property
     def steps(self) -> int:
         return self.done[0]["steps"] if self.done else 0
 
     @property
-    def splits(self) -> dict[str, list[float]]:
-        """The mean of each seed's evaluation, by split."""
-        names = self.done[0]["eval"]["splits"] if self.done else ()
-        return {name: [one["eval"]["splits"][name]["mean"] for one in self.done] for name in names}
+    def splits(self) -> list[str]:
+        return list(self.done[0]["eval"]["splits"]) if self.done else []
 
-    @property
-    def seeds(self) -> str:
-        done, failed = len(self.done), len(self.failed)
-        return f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
-
-    def evaluated(self, split: str) -> str:
-        return number(self.splits[split], self.done[0]["eval"]["splits"][split]["stderr"])
-
-
-def read(path: Path) -> dict:
-    """The content of a JSON file; empty if there is none or it is unreadable (which is printed)."""
-    content = matrix.read_json(path)
-    return content if isinstance(content, dict) else {}
+    def evaluations(self, split: str) -> list[float]:
+        return [one["eval"]["splits"][split]["mean"] for one in self.done]
 
 
 def read_rows(results: Path) -> list[Row]:
@@ -129,13 +119,13 @@ def read_rows(results: Path) -> list[Row]:
     for suite in matrix.SUITES:
         for job in matrix.jobs_of(suite):
             path = results / suite / f"{job.name}.json"
-            one = read(path)
+            one = matrix.read_json(path)
             if one.get("command") != " ".join(job.command):
                 continue
-            row = rows.setdefault((suite, job.variant, job.game), Row(job, str(Path(job.name).parent), [], [], {}))
+            row = rows.setdefault((suite, job.variant, job.game), Row(job))
             if one["status"] == "failed":
                 row.failed.append(one)
-            elif one["status"] == "done":
+            if one["status"] == "done":
                 row.done.append(one)
                 row.curves[job.seed] = pd.read_csv(path.with_suffix(".csv"))
     return list(rows.values())
@@ -147,9 +137,8 @@ def episodes(curve: pd.DataFrame) -> pd.DataFrame:
     return curve.set_axis(["step", "score", "count"], axis=1).reset_index(drop=True)
 
 
-def weighted_mean(part: pd.DataFrame) -> float:
-    """The mean over episodes."""
-    return (part["score"] * part["count"]).sum() / part["count"].sum()
+def mean_over_episodes(rows: pd.DataFrame) -> float:
+    return (rows["score"] * rows["count"]).sum() / rows["count"].sum()
 
 
 @cache
@@ -168,72 +157,41 @@ def points_of(game: str, series: str) -> pd.DataFrame:
     return points[(points["game"] == game) & (points["series"] == series)].sort_values("step")
 
 
-def flag(flags: str, name: str, default: str) -> str:
-    words = flags.split()
-    return words[words.index(name) + 1] if name in words else default
-
-
-def sources(job, split: str) -> list:
+def sources(job: matrix.Job, split: str) -> list:
     """[(series, what it is, how its protocol differs)] to compare a job's split with."""
-    levels = flag(job.flags, "--num-levels", "0").removeprefix("0")
-    found = PUBLISHED.get((job.script, levels, split), [])
+    levels = re.search(r"--num-levels ([1-9]\d*)", job.flags)
+    found = PUBLISHED.get((job.script, levels[1] if levels else "", split), [])
     if job.variant.endswith(":openai"):  # the published network and batch
         found = [(series, what, how.removeprefix(OTHER)) for series, what, how in found]
     return found
 
 
-def published(job, split: str, steps: int) -> list[Published]:
+def published(job: matrix.Job, split: str, steps: int) -> list[Published]:
     """Published numbers at the nearest step within 10 %: means over the last tenth where there are any."""
     found = []
     for series, what, how in sources(job, split):
         points = points_of(job.game, series)
         distance = (points["step"] - steps).abs()
-        if (distance <= 0.1 * steps).any():
+        if distance.min() <= 0.1 * steps:
             point = points.loc[distance.idxmin()]
             score = point["score"] if pd.isna(point["last_tenth"]) else point["last_tenth"]
-            error = None if pd.isna(point["stderr"]) else point["stderr"]
-            found.append(Published(score, what, how, error))
+            found.append(Published(score, what, how, None if pd.isna(point["stderr"]) else point["stderr"]))
     return found
-
-
-def mean_and_error(scores: list[float], digits: int, error_digits: int) -> str:
-    return f"{np.mean(scores):.{digits}f} ± {scipy.stats.sem(scores):.{error_digits}f}"
 
 
 def number(scores: list[float], error: float | None = None) -> str:
     """Mean and standard error over seeds; two seeds: both; one: its standard error over episodes."""
     if len(scores) > 2:
-        return mean_and_error(scores, 2, 2)
+        return f"{np.mean(scores):.2f} ± {scipy.stats.sem(scores):.2f}"
     if len(scores) == 2:
         return ", ".join(f"{score:.2f}" for score in scores)
     return f"{scores[0]:.2f}" + (f" (± {error:.2f} over episodes)" if error is not None else "")
 
 
-def last_tenth(row: Row) -> list[float]:
-    """Mean training return over the last tenth of the steps, of each seed in which episodes ended."""
-    ends = [end_of(row, curve) for curve in row.curves.values()]
-    return [weighted_mean(end) for end in ends if len(end)]
-
-
-def end_of(row: Row, curve: pd.DataFrame) -> pd.DataFrame:
-    return episodes(curve).query(f"step > {0.9 * row.steps}")
-
-
-def training(row: Row) -> str:
-    """`last_tenth` as text, with the number of episodes."""
-    means = last_tenth(row)
-    count = sum(end_of(row, curve)["count"].sum() for curve in row.curves.values())
-    missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
-    return f"{number(means)} ({count:,.0f} episodes{missing})" if means else "-"
-
-
-def differences(row: Row, split: str) -> str:
-    """Our evaluation minus a published one, or our last tenth of training minus a published training return."""
-    found = []
-    for entry in published(row.job, split, row.steps):
-        ours = last_tenth(row) if TRAINING in entry.how else row.splits[split]
-        found.append(f"{np.mean(ours) - entry.score:+.2f}" if ours else "-")
-    return ", ".join(found) or "-"
+def last_tenth(row: Row) -> tuple[list[float], int]:
+    """Mean training return over the last tenth of the steps, of each seed in which episodes ended; all episodes."""
+    ends = [episodes(curve).query(f"step > {0.9 * row.steps}") for curve in row.curves.values()]
+    return [mean_over_episodes(end) for end in ends if len(end)], int(sum(end["count"].sum() for end in ends))
 
 
 def machine(one: dict) -> str:
@@ -244,53 +202,59 @@ def machine(one: dict) -> str:
     return text + (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1))
 
 
-def time_of(row: Row) -> str:
-    """Training time, mean over the seeds of each kind of hardware."""
-    seconds = pd.DataFrame([(machine(one), one["train_seconds"]) for one in row.done], columns=["machine", "seconds"])
-    times = []
-    for name, mean in seconds.groupby("machine", sort=False)["seconds"].mean().items():
-        times.append((f"{mean / 3600:.1f} h" if mean >= 3600 else f"{mean / 60:.0f} min") + f" on {name}")
-    return "; ".join(times)
-
-
 def revision(git: str | None) -> str:
     """A commit, shortened, and whether the tree was changed."""
     return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
 
 
-def commits(row: Row) -> str:
-    """All revisions that trained a row's runs, shortened."""
-    found = (git for one in row.done for git in [*one.get("git_before", ()), one["git"]])
-    return ", ".join(dict.fromkeys(map(revision, found)))
+def summary(row: Row, split: str) -> dict[str, str]:
+    """The columns of a row's tables."""
+    scores, (means, count), theirs = row.evaluations(split), last_tenth(row), published(row.job, split, row.steps)
+    missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
+    ours = [means if TRAINING in entry.how else scores for entry in theirs]
+    differences = [np.mean(each) - entry.score if each else None for each, entry in zip(ours, theirs, strict=True)]
+    shown = []
+    for entry in theirs:
+        error = "" if entry.error is None else f" ± {entry.error:.2f}"
+        shown.append(f"{entry.score:.2f}{error}, {entry.what} ({entry.how})")
+    hours = pd.Series([one["train_seconds"] / 3600 for one in row.done], index=map(machine, row.done))
+    hours = hours.groupby(level=0, sort=False).mean()
+    commits = (git for one in row.done for git in [*one.get("git_before", ()), one["git"]])
+    return dict(
+        steps=f"{row.steps:,}",
+        seeds=str(len(row.done)),
+        evaluation=number(scores, row.done[0]["eval"]["splits"][split]["stderr"]),
+        last_tenth=number(means) if means else "-",
+        training=f"{number(means)} ({count:,} episodes{missing})" if means else "-",
+        published="; ".join(shown) or "none at these steps",
+        difference=", ".join("-" if each is None else f"{each:+.2f}" for each in differences) or "-",
+        hardware="; ".join(hours.index),
+        time="; ".join((f"{x:.1f} h" if x >= 1 else f"{60 * x:.0f} min") + f" on {name}" for name, x in hours.items()),
+        commits=", ".join(dict.fromkeys(map(revision, commits))),
+    )
 
 
-def markdown(head: str, lines: list[list[str]]) -> list[str]:
+def markdown(head: str, rows: list) -> list[str]:
     """A table; `head` has its columns, separated by " | "."""
-    texts = [" | ".join(cells) for cells in lines]
-    lines = [f"| {text} |".replace("|  |", "| |") for text in texts]
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
     return [f"| {head} |", "|" + "---|" * len(head.split(" | ")), *lines]
-
-
-def shown(theirs: list[Published]) -> str:
-    errors = ["" if entry.error is None else f" ± {entry.error:.2f}" for entry in theirs]
-    texts = (f"{one.score:.2f}{error}, {one.what} ({one.how})" for one, error in zip(theirs, errors, strict=True))
-    return "; ".join(texts) or "none at these steps"
 
 
 def finished(rows: list[Row]) -> list[str]:
     """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
     head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
+    names = ("evaluation", "training", "published", "difference", "hardware", "commits")
     lines = []
     for row in rows:
-        name = f"{row.job.suite}, `{row.name}`"
-        if not row.done and row.failed:
+        done, failed = len(row.done), len(row.failed)
+        seeds = f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
+        if failed and not done:
             error = row.failed[0]["error"].splitlines()[-1].replace("|", "/")
-            lines.append([name, "-", row.seeds, f"failed: {error}", *["-"] * 5])
-        hardware = "; ".join(dict.fromkeys(map(machine, row.done)))
+            lines.append([f"{row.job.suite}, `{row.name}`", "-", seeds, f"failed: {error}", *["-"] * 5])
         for split in row.splits:
-            theirs = published(row.job, split, row.steps)
-            cells = [f"{name} ({split})", f"{row.steps:,}", row.seeds, row.evaluated(split), training(row)]
-            lines.append([*cells, shown(theirs), differences(row, split), hardware, commits(row)])
+            texts = summary(row, split)
+            cells = [f"{row.job.suite}, `{row.name}` ({split})", texts["steps"], seeds]
+            lines.append([*cells, *(texts[name] for name in names)])
     return markdown(head, lines)
 
 
@@ -302,17 +266,17 @@ def headlines(rows: list[Row]) -> list[str]:
     """The README's rows: mean training return over the last tenth of the steps."""
     found = {(row.job.suite, row.name): row for row in rows if row.done}
     lines = []
-    for key, what in HEADLINES.items():
-        if key not in found:
-            continue
+    for key, what in [(key, what) for key, what in HEADLINES.items() if key in found]:
         row = found[key]
-        means = last_tenth(row)
-        ours = ", ".join(map(rounded, means)) if len(means) < 3 else mean_and_error(means, 1, 1)
+        means, _ = last_tenth(row)
+        ours = ", ".join(map(rounded, means))
+        if len(means) > 2:
+            ours = f"{rounded(np.mean(means))} ± {scipy.stats.sem(means):.1f}"
         known = []
         for split in row.splits:
             for one in published(row.job, split, row.steps):
                 error = "" if one.error is None else f" ± {rounded(one.error)}"
-                evaluated = rounded(np.mean(row.splits[split]))
+                evaluated = rounded(np.mean(row.evaluations(split)))
                 how = "" if TRAINING in one.how else f" ({one.how}; ours evaluated: {evaluated})"
                 known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
         blind = points_of(row.job.game, "random")
@@ -331,72 +295,71 @@ def of_script(script: str, rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.steps >= LONG and PAGES.get(row.job.script, row.job.script) == script]
 
 
+def setting(row: Row, script: str) -> str:
+    return row.job.variant.removeprefix(f"{script}:").replace(":", " ")
+
+
 def results_of(script: str, rows: list[Row]) -> list[str]:
     """A docs page's table, its picture and the commands of its rows."""
+    names = ("steps", "seeds", "last_tenth", "evaluation", "published", "time")
     lines, commands = [], {}
     for row in of_script(script, rows):
-        name = row.job.variant.removeprefix(f"{script}:").replace(":", " ")
-        commands.setdefault(name, row.job)
+        commands.setdefault(setting(row, script), " ".join(row.job.command))
         for split in row.splits:
-            cells = [name, row.job.game, f"{row.steps:,}", str(len(row.done)), number(last_tenth(row))]
-            theirs = shown(published(row.job, split, row.steps))
-            lines.append([*cells, row.evaluated(split), theirs, time_of(row)])
-    text = [f"![Training curves of {script}.py](images/{script}.svg)", ""]
-    text += markdown("setting | game | steps | seeds | in training | evaluated | published | time", lines)
-    text += ["", "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.", ""]
-    text += ["```sh"]
-    for name, job in commands.items():
-        text += [f"# {name}", " ".join(job.command)]
-    return [*text, "```"]
+            texts = summary(row, split)
+            lines.append([setting(row, script), row.job.game, *(texts[name] for name in names)])
+    return [
+        f"![Training curves of {script}.py](images/{script}.svg)",
+        "",
+        *markdown("setting | game | steps | seeds | in training | evaluated | published | time", lines),
+        "",
+        "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.",
+        "",
+        "```sh",
+        *(line for name, command in commands.items() for line in (f"# {name}", command)),
+        "```",
+    ]
 
 
 # --- the sixteen games of Procgen ---
 
 ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
+WHO = ("OpenAI", "ours")
 
 
-def running_mean(curve: pd.DataFrame, least: int = 100) -> pd.Series:
-    """The mean over the last rows with at least 100 episodes, by step, as in OpenAI's logs."""
+def running_mean(curve: pd.DataFrame, least: int = 100) -> pd.DataFrame:
+    """step, score: the mean over the last rows with at least 100 episodes, as in OpenAI's logs."""
     rows = episodes(curve)
-    count = rows["count"].cumsum().to_numpy()
-    total = (rows["score"] * rows["count"]).cumsum().to_numpy()
-    before = np.searchsorted(count, count - least, side="right")  # rows that are not needed
-    count_before, total_before = np.insert(count, 0, 0)[before], np.insert(total, 0, 0)[before]
-    return pd.Series((total - total_before) / (count - count_before), index=rows["step"])
+    count = np.cumsum([0, *rows["count"]])
+    total = np.cumsum([0, *rows["score"] * rows["count"]])
+    first = np.maximum(np.searchsorted(count, count[1:] - least, side="right") - 1, 0)
+    return pd.DataFrame(dict(step=rows["step"], score=(total[1:] - total[first]) / (count[1:] - count[first])))
 
 
-@dataclass
-class Game:
-    """Running means by step, normalized or not: a series per run of ours, a column per run of OpenAI's."""
-
-    name: str
-    low: float
-    high: float
-    ours: list[pd.Series]
-    theirs: pd.DataFrame
-
-    def normalized(self, returns):
-        return (returns - self.low) / (self.high - self.low)
+def openai_rows(rows: list[Row]) -> list[Row]:
+    """Our runs of 1M steps in OpenAI's setting."""
+    found = [row for row in rows if row.job.variant == "ppo_procgen:openai"]
+    return [row for row in found if row.job.suite in ("two_cores", "procgen16_1m")]
 
 
-def sixteen(rows: list[Row]) -> list[Game]:
-    """Our runs of 1M steps in OpenAI's setting and OpenAI's three runs, for every Procgen game."""
-    logged = pd.read_csv(REFERENCE / "procgen16_1m.csv")
-    curves = {}
-    for row in rows:
-        if row.job.suite in ("two_cores", "procgen16_1m") and row.job.variant == "ppo_procgen:openai" and row.done:
-            curves[row.job.game] = [running_mean(curve) for curve in row.curves.values() if len(episodes(curve))]
-    games = []
-    for name in matrix.PROCGEN:
-        low, high = (points_of(name, limit)["score"].iloc[0] for limit in ("R_min", "R_max"))
-        theirs = logged[logged["env"] == name].set_index("step")[["run0", "run1", "run2"]]
-        games.append(Game(name, low, high, curves.get(name, []), theirs))
-    return games
+def sixteen(rows: list[Row]) -> pd.DataFrame:
+    """game, who (OpenAI, ours), run, step, score, R_min, R_max, normalized: the Procgen games that we have runs of."""
+    theirs = pd.read_csv(REFERENCE / "procgen16_1m.csv").rename(columns={"env": "game"})
+    tables = [theirs.melt(["game", "step"], var_name="run", value_name="score").assign(who="OpenAI")]
+    for row in openai_rows(rows):
+        for seed, curve in row.curves.items():
+            tables.append(running_mean(curve).assign(game=row.job.game, run=f"seed{seed}", who="ours"))
+    found = pd.concat(tables)
+    found = found[found["game"].isin(found.loc[found["who"] == "ours", "game"])]
+    limits = reference().query("series in ('R_min', 'R_max')").pivot(index="game", columns="series", values="score")
+    found = found.merge(limits, on="game")
+    return found.assign(normalized=(found["score"] - found["R_min"]) / (found["R_max"] - found["R_min"]))
 
 
-def after(share: float, returns):
-    """The mean after this share of 1M steps, of each run."""
-    return returns[returns.index > share * ONE_MILLION].mean()
+def means_after(share: float, found: pd.DataFrame, column: str) -> dict:
+    """who -> game -> the mean of each run after this share of 1M steps."""
+    means = found[found["step"] > share * ONE_MILLION].groupby(["who", "game", "run"])[column].mean()
+    return {who: {game: means[who, game].to_numpy() for game in means[who].index.unique(0)} for who in WHO}
 
 
 def interquartile_mean(*games, axis=-1):
@@ -404,16 +367,15 @@ def interquartile_mean(*games, axis=-1):
     return scipy.stats.trim_mean(np.concatenate(games, axis=axis), 0.25, axis=axis)
 
 
-def interval(games: list, resamples: int = 2000):
-    """95 % stratified bootstrap interval of `interquartile_mean`: runs are drawn within each game.
+def interval(games: list):
+    """95 % stratified bootstrap interval of the interquartile mean: runs are drawn within each game.
 
-    games: the normalized scores of each game, runs on the last axis. None if a game has only one run.
+    games: the normalized scores of each game, with the runs on the last axis. None if a game has only one run.
     """
     if min(np.shape(game)[-1] for game in games) < 2:
         return None
-    options = dict(vectorized=True, axis=-1, method="percentile", n_resamples=resamples, batch=100, rng=0)
-    found = scipy.stats.bootstrap(games, interquartile_mean, **options).confidence_interval
-    return found.low, found.high
+    options = dict(vectorized=True, axis=-1, method="percentile", n_resamples=2000, batch=100, rng=0)
+    return scipy.stats.bootstrap(games, interquartile_mean, **options).confidence_interval
 
 
 def sixteen_table(rows: list[Row]) -> list[str]:
@@ -421,40 +383,27 @@ def sixteen_table(rows: list[Row]) -> list[str]:
 
     All are means over the updates of the last tenth, each of about 100 episodes (`running_mean`).
     """
-    lines, games = [], [game for game in sixteen(rows) if game.ours]
-    for game in games:
-        point = points_of(game.name, "all_levels_PPO").set_index("step").loc[ONE_MILLION]
-        deviation = point["stderr"] * 3**0.5  # of OpenAI's three runs
-        means = [after(0.9, run) for run in game.ours]
-        z = (np.mean(means) - point["last_tenth"]) / deviation
-        ours = ", ".join(f"{score:.2f}" for score in means)
-        lines.append([game.name, str(len(means)), ours, f"{point['last_tenth']:.2f} ({deviation:.2f})", f"{z:+.1f}"])
+    lines, found = [], sixteen(rows)
+    for game, runs in means_after(0.9, found, "score")["ours"].items():
+        point = points_of(game, "all_levels_PPO").set_index("step").loc[ONE_MILLION]
+        theirs, deviation = point["last_tenth"], point["stderr"] * 3**0.5  # of OpenAI's three runs
+        ours = ", ".join(f"{score:.2f}" for score in runs)
+        z = f"{(runs.mean() - theirs) / deviation:+.1f}"
+        lines.append([game, str(len(runs)), ours, f"{theirs:.2f} ({deviation:.2f})", z])
     for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
-        ours, theirs, deviation = mean_normalized(games, share)
-        title = f"**mean normalized return of {len(games)} games, {title}**"
-        z = (ours - theirs) / deviation
-        lines.append([title, "", f"{ours:.3f}", f"{theirs:.3f} ({deviation:.3f})", f"{z:+.1f}"])
-    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
-        ours = [game.normalized(np.array([after(share, run) for run in game.ours])) for game in games]
-        theirs = [game.normalized(after(share, game.theirs)).to_numpy() for game in games]
-        texts = [f"{interquartile_mean(*each):.3f}{bounds(interval(each))}" for each in (ours, theirs)]
-        lines.append([f"**interquartile mean of these returns, {title}**", "", *texts, ""])
+        theirs, ours = (list(means_after(share, found, "normalized")[who].values()) for who in WHO)
+        means = [np.mean([runs.mean() for runs in each]) for each in (theirs, ours)]
+        # The std of one such mean follows from those of the games, which are independent.
+        deviation = np.sum([runs.var(ddof=1) for runs in theirs]) ** 0.5 / len(theirs)
+        cells = [f"{means[1]:.3f}", f"{means[0]:.3f} ({deviation:.3f})", f"{(means[1] - means[0]) / deviation:+.1f}"]
+        lines.append([f"**mean normalized return of {len(theirs)} games, {title}**", "", *cells])
+        cells = []
+        for each in (ours, theirs):
+            limits = interval(each)
+            bounds = f" [{limits.low:.3f}, {limits.high:.3f}]" if limits else ""
+            cells.append(f"{interquartile_mean(*each):.3f}{bounds}")
+        lines.append([f"**interquartile mean, {title}**", "", *cells, ""])
     return markdown("game | seeds | ours | OpenAI's PPO (std of 3 runs) | z", lines)
-
-
-def bounds(limits) -> str:
-    return "" if limits is None else f" [{limits[0]:.3f}, {limits[1]:.3f}]"
-
-
-def mean_normalized(games: list[Game], share: float) -> tuple[float, float, float]:
-    """After this share of 1M steps: our mean normalized return, OpenAI's, and the std of one such mean.
-
-    The std follows from those of the games, which are independent.
-    """
-    ours = [game.normalized(np.mean([after(share, run) for run in game.ours])) for game in games]
-    theirs = [game.normalized(after(share, game.theirs)) for game in games]
-    deviation = np.sum([runs.var() for runs in theirs]) ** 0.5 / len(games)
-    return np.mean(ours), np.mean([runs.mean() for runs in theirs]), deviation
 
 
 STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours to OpenAI's
@@ -471,78 +420,62 @@ OUTSIDE = 4.97  # |z| of one more run of the same code is below this in 95 % of 
 
 def statistics_table(rows: list[Row]) -> list[str]:
     """Statistics of training, each a mean over the updates of 1M steps: our runs compared with OpenAI's three."""
-    theirs = pd.read_csv(REFERENCE / "procgen16_1m_statistics.csv").set_index(["env", "statistic"])
-    runs = []
-    for row in rows:
-        if row.job.suite in ("two_cores", "procgen16_1m") and row.job.variant == "ppo_procgen:openai":
-            runs += [(row.job.game, curve) for curve in row.curves.values()]
+    logged = pd.read_csv(REFERENCE / "procgen16_1m_statistics.csv", index_col=["env", "statistic"])
+    runs = [(row.job.game, curve) for row in openai_rows(rows) for curve in row.curves.values()]
     lines = []
     for name, (original, factor) in STATISTICS.items():
         ours = np.array([factor * curve[name].mean() for _, curve in runs])
-        published = theirs.loc[[(game, original) for game, _ in runs]]
-        mean, deviation = published.mean(axis=1).to_numpy(), published.std(axis=1).to_numpy()
-        ratios = ours / mean
-        outside = int((np.abs(ours - mean) > OUTSIDE * deviation).sum())
+        theirs = logged.loc[[(game, original) for game, _ in runs]].to_numpy()
+        ratios = ours / theirs.mean(1)
+        outside = np.abs(ours - theirs.mean(1)) > OUTSIDE * theirs.std(1, ddof=1)
         limits = f"{ratios.min():.2f} to {ratios.max():.2f}"
-        lines.append([f"`{name}`", f"{np.median(ratios):.2f}", limits, str(outside)])
+        lines.append([f"`{name}`", f"{np.median(ratios):.2f}", limits, str(outside.sum())])
     return markdown(f"statistic | ours / OpenAI's, median of {len(runs)} runs | range | runs outside", lines)
 
 
 # --- speed ---
 
 
-def speeds(results: Path) -> list[dict]:
+def speeds() -> list[dict]:
     """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
-    found = [read(path) for path in sorted((results / "speed").glob("*.json"))]
-    found = [one for one in found if "results" in one]  # without comparisons of revisions
+    found = [matrix.read_json(path) for path in sorted((RESULTS / "speed").glob("*.json"))]
+    found = [one for one in found if "results" in one]
     for one in found:
         command, _, flags = one["command"].partition(" -- ")
-        one["script"] = command.split()[2]
-        one["work"] = f"{one['script']} {flags}".strip()
-        one["beside"] = [*one["results"]][-1]
+        one["work"] = f"`{command.split()[2]} {flags}`".replace(" `", "`")
+        one["beside"] = list(one["results"])[-1]  # "script" if it was compared with nothing
+        wall = one.get("wall_ratios")
+        one["ratio"] = f"**{np.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})" if wall else "-"
+        parts = one["hardware"].split(", ")
+        one["processor"] = [part for part in parts if not part.startswith(("no GPU", "torch "))]  # CPU, cores, GPU
     return sorted(found, key=lambda one: ["cleanrl", "sb3", one["beside"]].index(one["beside"]))
 
 
-def processors(hardware: str) -> str:
-    """CPU, cores and GPU, without PyTorch's version: what `hardware` of speed.py says."""
-    parts = hardware.split(", ")
-    return ", ".join(part for part in parts if not part.startswith(("no GPU", "torch ")))
-
-
-def ratio_of(found: dict) -> str:
-    wall = found["wall_ratios"]
-    return f"**{np.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
-
-
-def speed_table(results: Path) -> list[str]:
+def speed_table(rows: list[Row]) -> list[str]:
     """One line per file of results/speed: steps/s of both, their ratio in wall and CPU time, hardware, commit."""
     head = "script and flags | steps/s | compared with, its steps/s | ratio, wall time | per CPU second"
     lines = []
-    for found in speeds(results):
-        ours, name, theirs = found["results"]["script"], found["beside"], [*found["results"].values()][-1]
-        cells = [f"`{found['work']}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
-        if name != "script":
-            cpu = [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
-            of = f" {revision(found['source'])}" if "source" in found else ""
-            cells += [f"{name}{of}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs), ratio_of(found)]
-            cells += [f"{np.median(cpu):.2f}" if cpu else "-"]
-        else:
-            cells += ["-", "-", "-"]
-        peak = f"{max(r['peak_gib'] for r in ours):.2f} GiB"
-        lines.append([*cells, peak, processors(found["hardware"]), revision(found["git"])])
+    for one in speeds():
+        rates = {name: ", ".join(f"{run['sps']:,.0f}" for run in runs) for name, runs in one["results"].items()}
+        ours, beside = rates.pop("script"), "-"
+        for name, theirs in rates.items():
+            beside = f"{name} {revision(one['source'])}: {theirs}" if "source" in one else f"{name}: {theirs}"
+        cpu = f"{np.median(one['cpu_ratios']):.2f}" if rates else "-"
+        peak = f"{max(run['peak_gib'] for run in one['results']['script']):.2f} GiB"
+        cells = [one["work"], ours, beside, one["ratio"], cpu, peak, ", ".join(one["processor"]), revision(one["git"])]
+        lines.append(cells)
     return markdown(f"{head} | memory | processor | commit", lines)
 
 
-def speed_headlines(results: Path) -> list[str]:
+def speed_headlines(rows: list[Row]) -> list[str]:
     """The README's rows: those compared with CleanRL, a column for each machine."""
-    rows = {}
-    for found in speeds(results):
-        if found["beside"] == "cleanrl":
-            _, cores, *gpu = processors(found["hardware"]).split(", ")
-            rows.setdefault(f"`{found['work']}`", {})[", ".join([*gpu, cores])] = ratio_of(found)
-    table = pd.DataFrame.from_dict(rows, orient="index").fillna("-")
-    lines = [[work, *ratios] for work, ratios in zip(table.index, table.to_numpy(), strict=True)]
-    return markdown(" | ".join(["script and flags", *table.columns]), lines)
+    works = {}
+    for one in [one for one in speeds() if one["beside"] == "cleanrl"]:
+        _, cores, *gpu = one["processor"]
+        works.setdefault(one["work"], {})[", ".join([*gpu, cores])] = one["ratio"]
+    machines = dict.fromkeys(name for ratios in works.values() for name in ratios)
+    lines = [[work, *(ratios.get(name, "-") for name in machines)] for work, ratios in works.items()]
+    return markdown(" | ".join(["script and flags", *machines]), lines)
 
 
 # --- pages and pictures ---
@@ -551,19 +484,19 @@ PER_FILE = {  # the tables between marks, by file
     "README.md": dict(results=headlines, speed=speed_headlines),
     "benchmark/README.md": dict(results=finished),
     "docs/performance.md": dict(speed=speed_table),
+    "docs/metrics.md": {},
     **{f"docs/{name}.md": dict(results=lambda rows, name=name: results_of(name, rows)) for name in SCRIPTS},
 }
 PER_FILE["docs/ppo_procgen.md"] |= dict(procgen16=sixteen_table, statistics=statistics_table)
 
 
-def filled(text: str, tables: dict, rows: list[Row], results: Path) -> str:
+def filled(text: str, tables: dict, rows: list[Row]) -> str:
     """The text with the present tables between <!-- NAME --> and <!-- end of NAME -->."""
     for name, lines in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        if begin in text:
-            head, _, rest = text.partition(begin)
-            tail = rest.split(end, 1)[1]  # an IndexError rather than a cut page
-            text = "\n".join([head + begin, *lines(results if name == "speed" else rows), end + tail])
+        head, _, rest = text.partition(begin)
+        tail = rest.split(end, 1)[1]  # an IndexError rather than a cut page
+        text = "\n".join([head + begin, *lines(rows), end + tail])
     return text
 
 
@@ -584,23 +517,28 @@ def relinked(text: str) -> str:
     return LINK.sub(link, text)
 
 
-def draw_sixteen(path: Path, pyplot, rows: list[Row]):
+def draw_sixteen(rows: list[Row]):
     """All Procgen games in OpenAI's setting, our runs and OpenAI's three, and the interquartile mean of all."""
-    games = sixteen(rows)
     figure = pyplot.figure(figsize=(8.4, 9), layout="constrained")
     panels = figure.subplot_mosaic([*np.arange(16).reshape(4, 4).tolist(), ["all"] * 4], sharex=True)
-    for i, game in enumerate(games):
-        panel = panels[i]
-        panel.plot(game.theirs.index / 1e6, game.theirs, "0.6", linewidth=0.8)
-        for run in game.ours:
-            panel.plot(run.index / 1e6, run, "C0", linewidth=1.2)
-        panel.axhline(game.low, color="grey", linestyle=":", linewidth=1)
-        panel.set_title(game.name, fontsize=10)
-    draw_interquartile_mean(panels["all"], games)
+    found = sixteen(rows)
+    for panel, (game, part) in zip(panels.values(), found.groupby("game"), strict=False):
+        for (who, _), run in part.groupby(["who", "run"]):
+            color, width = ("C0", 1.2) if who == "ours" else ("0.6", 0.8)
+            panel.plot(run["step"] / 1e6, run["score"], color, linewidth=width)
+        panel.axhline(part["R_min"].iloc[0], color="grey", linestyle=":", linewidth=1)
+        panel.set_title(game, fontsize=10)
+    table = found.pivot(index="step", columns=["who", "game", "run"], values="normalized")
+    table = table.interpolate("index", limit_direction="both")  # updates in which no episode ended
+    for who, color in (("OpenAI", "0.6"), ("ours", "C0")):
+        scores = [runs.T.to_numpy() for _, runs in table[who].T.groupby("game")]
+        panels["all"].plot(table.index / 1e6, interquartile_mean(*scores), color)
+        if limits := interval(scores):
+            panels["all"].fill_between(table.index / 1e6, *limits, color=color, alpha=0.3, linewidth=0)
+    panels["all"].set_title("interquartile mean of normalized returns, 95 % bootstrap interval", fontsize=10)
     for panel in panels.values():
         panel.tick_params(labelsize=8)
-        panel.set_xlim(0, 1.05)
-        panel.set_xticks([0, 0.5, 1])
+        panel.set(xlim=(0, 1.05), xticks=[0, 0.5, 1])
     lines = [
         pyplot.Line2D([], [], color="C0", label="ppo_procgen.py, one line per seed"),
         pyplot.Line2D([], [], color="0.6", label="OpenAI's PPO, one line per run"),
@@ -609,28 +547,10 @@ def draw_sixteen(path: Path, pyplot, rows: list[Row]):
     figure.legend(handles=lines, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     figure.supxlabel("million environment steps", fontsize=10)
     figure.supylabel("training return", fontsize=10)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
-def draw_interquartile_mean(panel, games: list[Game]):
-    """Of normalized returns after each update, with the bootstrap interval where each game has several runs."""
-    games = [game for game in games if game.ours]
-    steps = games[0].theirs.index
-    ours = [[game.normalized(np.interp(steps, run.index, run)) for run in game.ours] for game in games]
-    for name, color, scores in (
-        ("OpenAI's PPO", "0.6", [game.normalized(game.theirs.to_numpy()) for game in games]),
-        ("ppo_procgen.py", "C0", [np.array(runs).T for runs in ours]),
-    ):
-        panel.plot(steps / 1e6, interquartile_mean(*scores), color, label=name)
-        limits = interval(scores)
-        if limits is not None:
-            panel.fill_between(steps / 1e6, *limits, color=color, alpha=0.3, linewidth=0)
-    panel.set_title("interquartile mean of the normalized returns; band: 95 % bootstrap interval", fontsize=10)
-    panel.legend(fontsize=8, frameon=False)
-
-
-def draw_script(path: Path, script: str, pyplot, rows: list[Row]):
+def draw_script(script: str, rows: list[Row]):
     """A docs page's picture: a panel per game, a color per setting, a line per seed, published points.
 
     A game whose only runs are in procgen16.svg has no panel here.
@@ -644,15 +564,19 @@ def draw_script(path: Path, script: str, pyplot, rows: list[Row]):
     size = (max(4.2, 2.8 * columns), 2.9 * lines)
     figure, axes = pyplot.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
-        longest = max(row.steps for row in group)
         for row in group:
-            setting = row.job.variant.removeprefix(f"{script}:").replace(":", " ")
-            color = colors.setdefault(setting, f"C{len(colors)}")
-            curves = [smooth(episodes(curve)) for curve in row.curves.values() if len(episodes(curve))]
-            for i, curve in enumerate(curves):
-                panel.plot(curve.index / 1e6, curve, color, linewidth=1.2, label=setting if i == 0 else None)
-        known = [points for row in group for points in checkpoints(row.job, longest).items()]
-        for marker, (what, points) in zip("o^v", dict(known).items(), strict=False):
+            label = setting(row, script)
+            color = colors.setdefault(label, f"C{len(colors)}")
+            for curve in map(episodes, row.curves.values()):
+                if len(curve):
+                    means = smooth(curve)
+                    panel.plot(means.index / 1e6, means, color, linewidth=1.2, label=label)
+                    label = None
+        longest = max(group, key=lambda row: row.steps)
+        found = [source for row in group for source in training_sources(row.job)]
+        known = {what: points_of(game, series).query(f"step <= {1.1 * longest.steps}") for series, what in found}
+        known = {what: points for what, points in known.items() if len(points)}
+        for marker, (what, points) in zip("o^v", known.items(), strict=False):
             panel.plot(points["step"] / 1e6, points["score"], f"k{marker}", markersize=4, label=what)
         panel.set_title(game, fontsize=10)
         panel.tick_params(labelsize=8)
@@ -661,45 +585,37 @@ def draw_script(path: Path, script: str, pyplot, rows: list[Row]):
         panel.remove()
     figure.supxlabel("million environment steps", fontsize=9)
     figure.supylabel("training return", fontsize=9)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
-def checkpoints(job, steps: int) -> dict:
-    """What it is -> published training returns up to this number of steps."""
+def training_sources(job: matrix.Job) -> list[tuple[str, str]]:
+    """(series, what it is) of published training returns."""
     found = sources(job, "train") or sources(job, "game") or sources(job, "test")
-    points = {what: points_of(job.game, series) for series, what, how in found if TRAINING in how}
-    points = {what: each[each["step"] <= 1.1 * steps] for what, each in points.items()}
-    return {what: each for what, each in points.items() if len(each)}
+    return [(series, what) for series, what, how in found if TRAINING in how]
 
 
 def smooth(rows: pd.DataFrame, windows: int = 50) -> pd.Series:
     """Mean returns of the windows of steps, by the last step of each."""
     window = (rows["step"] - 1) // (rows["step"].iloc[-1] / windows)
-    return pd.Series({part["step"].iloc[-1]: weighted_mean(part) for _, part in rows.groupby(window)})
+    return pd.Series({part["step"].iloc[-1]: mean_over_episodes(part) for _, part in rows.groupby(window)})
 
 
 def draw(rows: list[Row], folder: Path = ROOT / "docs" / "images"):
     """All pictures, as SVG without a date."""
-    import matplotlib
-
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(exist_ok=True)
     pyplot.rcParams |= {"svg.hashsalt": "0", "axes.spines.top": False, "axes.spines.right": False}
-    pyplot.rcParams["savefig.format"] = "svg"
-    draw_sixteen(folder / "procgen16.svg", pyplot, rows)
-    for script in SCRIPTS:
-        if of_script(script, rows):
-            draw_script(folder / f"{script}.svg", script, pyplot, rows)
+    figures = {"procgen16": draw_sixteen(rows)}
+    figures |= {script: draw_script(script, rows) for script in SCRIPTS if of_script(script, rows)}
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        pyplot.close(figure)
 
 
-# --- other people's tools, other commits ---
+# --- for other programs, and between commits ---
 
 
 def export(rows: list[Row], path: Path):
-    """All curves as one table: script (with suite and setting), game, seed, step, metric, value."""
+    """All curves in one table with the columns script (suite/script-setting), game, seed, step, metric, value."""
     tables = []
     for row in rows:
         for seed, curve in row.curves.items():
@@ -707,45 +623,46 @@ def export(rows: list[Row], path: Path):
             script = f"{row.job.suite}/{row.job.variant.replace(':', '-')}"
             tables.append(table.assign(script=script, game=row.job.game, seed=seed))
     curves = pd.concat(tables)[["script", "game", "seed", "step", "metric", "value"]]
-    if path.suffix == ".parquet":
-        curves.to_parquet(path, index=False)
-    else:
-        curves.to_csv(path, index=False)
+    write = curves.to_parquet if path.suffix == ".parquet" else curves.to_csv
+    write(path, index=False)
 
 
-def scores_of(place: str) -> dict:
-    """(row, split) -> scores of its seeds, or of the episodes of the only one, in a folder or a commit's results."""
+def returns_of(place: str) -> dict:
+    """(row, split) -> returns of each seed's evaluation, in a folder of results or in a commit's benchmark/results."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(place)
         if not folder.is_dir():
-            git = ["git", "-C", str(ROOT), "archive", place, "benchmark/results"]
-            done = subprocess.run(git, capture_output=True)
-            if done.returncode:
+            archive = Path(temporary, "results.zip")
+            git = ["git", "-C", str(ROOT), "archive", "--output", str(archive), place, "benchmark/results"]
+            if subprocess.run(git, capture_output=True).returncode:
                 raise ValueError(f"{place}: neither a folder nor a commit with results")
-            tarfile.open(fileobj=io.BytesIO(done.stdout)).extractall(temporary, filter="data")
+            shutil.unpack_archive(archive, temporary)
             folder = Path(temporary, "benchmark", "results")
         found = {}
         for path in sorted(folder.glob("*/*/*/seed*.json")):
-            one = read(path)
-            for split, evaluation in ((one.get("eval") or {}).get("splits", {})).items():
-                found.setdefault((str(path.parent.relative_to(folder)), split), []).append(evaluation["returns"])
+            evaluation = matrix.read_json(path).get("eval") or {"splits": {}}
+            for split, one in evaluation["splits"].items():
+                found.setdefault((str(path.parent.relative_to(folder)), split), []).append(one["returns"])
         return found
 
 
 def compare(before: str, after: str) -> list[str]:
-    """For each row that both have: evaluations, the difference and its 95 % interval (Welch's t)."""
-    old, new, lines = scores_of(before), scores_of(after), []
-    for key in [key for key in new if key in old]:
-        over = "episodes" if min(len(old[key]), len(new[key])) == 1 else "seeds"
-        if over == "seeds":
-            a, b = ([np.mean(returns) for returns in found[key]] for found in (old, new))
-        else:
-            a, b = (np.concatenate(found[key]) for found in (old, new))
-        low, high = scipy.stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
-        row, split = key
-        cells = [f"`{row}` ({split})", f"{np.mean(a):.2f}", f"{np.mean(b):.2f}", f"{np.mean(b) - np.mean(a):+.2f}"]
-        lines.append([*cells, f"{low:+.2f} to {high:+.2f}", f"{len(old[key])}, {len(new[key])}", over])
-    return markdown("row | A | B | B - A | 95 % interval | seeds of A, B | interval over", lines)
+    """For each row that differs: evaluations, the difference and its 95 % interval (Welch's t).
+
+    The interval is over seeds, or over episodes if a side has only one seed: then it is too narrow.
+    """
+    old, new = returns_of(before), returns_of(after)
+    lines = []
+    for row, split in [key for key in new if key in old]:
+        a, b = old[row, split], new[row, split]
+        if a == b:
+            continue
+        over = "seeds" if min(len(a), len(b)) > 1 else "episodes"
+        a, b = ([np.mean(seed) for seed in each] if over == "seeds" else np.concatenate(each) for each in (a, b))
+        limits = scipy.stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+        difference = f"{np.mean(b) - np.mean(a):+.2f} ({limits.low:+.2f} to {limits.high:+.2f})"
+        lines.append([f"`{row}` ({split})", f"{np.mean(a):.2f}", f"{np.mean(b):.2f}", difference, f"{len(b)} {over}"])
+    return markdown("row | A | B | B - A (95 % interval) | over", lines)
 
 
 def main(argv=None) -> int:
@@ -763,26 +680,22 @@ def main(argv=None) -> int:
         except ValueError as error:
             parser.error(f"--compare {error}")
         return 0
-    results = options.results or RESULTS
-    rows = read_rows(results)
+    rows = read_rows(options.results or RESULTS)
     if options.export:
         export(rows, options.export)
         return 0
-    files = {}
     if options.results:
-        files[results / "README.md"] = "\n".join(["# Results", "", *finished(rows), ""])
-    else:
-        for name in (*PER_FILE, "docs/metrics.md"):
-            text = (ROOT / name).read_text()
-            files[ROOT / name] = relinked(filled(text, PER_FILE.get(name, {}), rows, results))
+        (options.results / "README.md").write_text("\n".join(["# Results", "", *finished(rows), ""]))
+        return 0
+    old = {name: (ROOT / name).read_text() for name in PER_FILE}
+    new = {name: relinked(filled(text, PER_FILE[name], rows)) for name, text in old.items()}
     if options.check:
-        old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-        print("\n".join(f"{path}: out of date, run benchmark/report.py" for path in old) or "up to date")
-        return int(bool(old))
-    for path, text in files.items():
-        path.write_text(text)
-    if not options.results:
-        draw(rows)
+        changed = [name for name in new if new[name] != old[name]]
+        print("\n".join(f"{name}: out of date, run benchmark/report.py" for name in changed) or "up to date")
+        return int(bool(changed))
+    for name, text in new.items():
+        (ROOT / name).write_text(text)
+    draw(rows)
     return 0
 
 

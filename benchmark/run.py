@@ -172,18 +172,18 @@ def jobs_of(suite: str, only: str = "") -> list[Job]:
     return [job for job in cells if only in job.name]
 
 
-def read_json(path: Path) -> dict | list | None:
-    """The content of a file; None if there is none, or with a message if it is unreadable."""
+def read_json(path: Path) -> dict:
+    """The content of a file; empty if there is none or it is unreadable (which is printed)."""
     try:
         content = json.loads(path.read_text())
-        if not isinstance(content, dict | list):
+        if not isinstance(content, dict):
             raise ValueError("no object")
         return content
     except FileNotFoundError:
-        return None
+        return {}
     except ValueError as error:  # empty or cut, as a full disk leaves it
         print(f"{path}: unreadable, ignored ({error})", file=sys.stderr)
-        return None
+        return {}
 
 
 def thin(rows: pd.DataFrame, most: int = 500) -> pd.DataFrame:
