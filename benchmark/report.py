@@ -13,6 +13,7 @@ michalnand's runs, reference/*.csv has the mean over the last tenth of the steps
 step, for the pictures. "stderr" is the standard error over runs of what the tables use.
 reference/procgen16_1m.csv has the returns of OpenAI's three runs on all levels, one row per update up to 1M steps;
 procgen16_1m_statistics.csv has the means of their other statistics over these 61 updates, under OpenAI's names.
+reference/published.csv says which series are compared with a script's split and number of training levels (none: all).
 Links to a line of ours, [`code`](../script.py#L1), get the number of the one line that contains the code.
 """
 
@@ -49,34 +50,8 @@ HEADLINES = {  # the README's rows: (suite, row) -> game and setting
     ("two_cores", "ppo_atari_snd-no-reward-bf16/Breakout"): "Breakout, without its reward",
     ("two_cores", "appo_atari-two-cores/Breakout"): "Breakout",
 }
-CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
-RND_1 = "RND_michalnand_cfg1(raw_score)"
-NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
-TRAINING = "in training"
+TRAINING = "in training"  # in published.csv
 OTHER = "another network and batch; "
-OPENAI = f"{TRAINING}, 3 runs"
-RUNNING = f"{TRAINING}, running mean of one environment"
-PUBLISHED = {  # (script, number of training levels, split): [(series, what it is, how its protocol differs)]
-    ("ppo_procgen", "", "test"): [
-        ("all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
-        ("competition_entry_PPO_wide", "the competition entry", "wide network, one run, evaluation"),
-    ],
-    ("impala_procgen", "", "test"): [("all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
-    ("ppo_procgen", "200", "train"): [("train200_PPO", "OpenAI's PPO", OPENAI)],
-    ("ppo_procgen", "200", "test"): [("test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
-    ("ppo_atari_rnd", "", "game"): [
-        ("RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op, 3 seeds"),
-        (RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
-    ],
-    ("ppo_atari_snd", "", "game"): [(CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],
-    ("snd_breakout", "", "game"): [
-        (NO_REWARD, "michalnand's SND without reward", f"another policy network; {RUNNING}, one run")
-    ],
-    ("appo_atari", "", "game"): [
-        ("CleanRL_ppo_atari_envpool", "CleanRL's PPO with EnvPool", f"another batch; {TRAINING}, 3 runs"),
-        ("CleanRL_ppo_atari", "CleanRL's PPO without EnvPool", f"another batch; {TRAINING}, 3 runs"),
-    ],
-}
 
 
 class Published(NamedTuple):
@@ -158,12 +133,15 @@ def points_of(game: str, series: str) -> pd.DataFrame:
 
 
 def sources(job: matrix.Job, split: str) -> list:
-    """[(series, what it is, how its protocol differs)] to compare a job's split with."""
+    """(series, what it is, how its protocol differs) to compare a job's split with."""
     levels = re.search(r"--num-levels ([1-9]\d*)", job.flags)
-    found = PUBLISHED.get((job.script, levels[1] if levels else "", split), [])
+    table = pd.read_csv(REFERENCE / "published.csv", dtype=str, keep_default_na=False)
+    found = table.query(
+        f"script == {job.script!r} and levels == {levels[1] if levels else ''!r} and split == {split!r}"
+    )
     if job.variant.endswith(":openai"):  # the published network and batch
-        found = [(series, what, how.removeprefix(OTHER)) for series, what, how in found]
-    return found
+        found = found.assign(how=found["how"].str.removeprefix(OTHER))
+    return found[["series", "what", "how"]].to_numpy().tolist()
 
 
 def published(job: matrix.Job, split: str, steps: int) -> list[Published]:

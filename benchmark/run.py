@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,94 +41,6 @@ import submitit
 
 ROOT = Path(__file__).resolve().parent.parent
 SLURM = dict(time=1440, gpus_per_node=1, cpus_per_task=8, signal_delay_s=120)  # defaults of --slurm
-PROCGEN = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja
-plunder starpilot""".split()
-UNMEASURED = [game for game in PROCGEN if game not in ("starpilot", "fruitbot")]  # those two are in two_cores
-ONE_LEVEL = "--num-levels 1 --stack none --channels 8 16 16 --num-envs 32 --num-steps 32 --minibatch-size 512"
-SMALL = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 256 --eval-episodes 4"
-BONUS = "--num-envs 16 --num-steps 128 --minibatch-size 512 --warmup-steps 200"
-TWO_CORES = "--minibatch-size 256 --update-epochs 2 --lr 5e-4 --ent-coef 0.01 --num-batches-to-accumulate 1"
-NARROW = "--channels 16 32 32"
-NARROW_1M = f"{NARROW} --total-timesteps 1000000"
-OPENAI = """--num-envs 64 --num-steps 256 --minibatch-size 2048 --reshuffle --stack none --channels 16 32 32 --pool
-flatten --input-shift 0 --ortho-heads --norm-reward 0.99 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip
-0.2 --vf-coef 0.25 --kl-coef 0 --lr 5e-4 --adam-eps 1e-5 --max-grad-norm 0.5"""
-RND_512 = """--num-envs 512 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --bonus-after 100000
---warmup-steps 256 --precision bf16 --total-timesteps 2000000"""
-RND_128_8M = """--num-envs 128 --num-steps 32 --minibatch-size 512 --lr 3e-4 --ext-coef 60 --int-coef 30
---bonus-after 100000 --warmup-steps 256 --predictor-share 0.0625 --max-grad-norm 0.5 --total-timesteps 8000000"""
-RND_NO_REWARD = """--ext-coef 0 --int-coef 30 --num-envs 32 --minibatch-size 512 --lr 2.5e-4 --fire-reset
---bonus-after 20000 --warmup-steps 400 --precision bf16 --total-timesteps 1000000"""
-NO_REWARD = "--ext-coef 0 --eta 0.256 --num-envs 32 --minibatch-size 128 --fire-reset --total-timesteps 1000000"
-
-# suite: (script, games, seeds, flags), in the order of execution; seeds: their number (from 1 on) or themselves
-SUITES = {
-    "smoke": [
-        ("ppo_procgen", ["leaper"], 1, f"{SMALL} --channels 8 8 8"),
-        ("impala_procgen", ["leaper"], 1, f"{SMALL} --channels 8 8 8"),
-        ("ppo_atari_rnd", ["Breakout"], 1, f"{SMALL} --warmup-steps 16 --max-episode-steps 100"),
-        ("ppo_atari_snd", ["Breakout"], 1, f"{SMALL} --warmup-steps 16 --max-episode-steps 100"),
-        ("appo_atari", ["Breakout"], 1, f"{SMALL} --num-minibatches 2 --max-episode-steps 100"),
-    ],
-    "cpu": [  # at most 18 minutes each on two cores
-        ("ppo_procgen", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440"),
-        ("ppo_procgen:bf16", ["starpilot"], 6, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --precision bf16"),
-        ("impala_procgen", ["starpilot"], 3, f"{ONE_LEVEL} --lr 1e-3 --total-timesteps 61440 --sync"),
-        ("ppo_atari_rnd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 122880"),
-        ("ppo_atari_snd", ["Pitfall"], 3, f"{BONUS} --total-timesteps 51200"),
-    ],
-    "long": [  # hours on two cores
-        ("ppo_procgen:narrow", ["starpilot"], 1, f"{NARROW} --total-timesteps 1000000"),
-        ("ppo_procgen:one-frame", ["starpilot"], 1, "--stack none --channels 16 32 32 --total-timesteps 1000000"),
-    ],
-    "two_cores": [  # compared with published curves; 0.5 to 12 hours each on one core, narrow-8m 20
-        ("ppo_atari_rnd:512", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 30"),
-        ("ppo_atari_rnd:512-no-bonus", ["MontezumaRevenge"], 2, f"{RND_512} --int-coef 0"),
-        ("ppo_atari_rnd:no-reward", ["Breakout"], 1, RND_NO_REWARD),
-        ("ppo_procgen:openai", ["starpilot", "fruitbot"], 2, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}"),
-        ("ppo_procgen:narrow-1m", ["fruitbot"], 3, NARROW_1M),
-        ("ppo_procgen:narrow-1m", ["bossfight"], 2, NARROW_1M),
-        ("ppo_procgen:narrow-1m", ["coinrun"], 1, NARROW_1M),
-        ("ppo_procgen:narrow-1m-bf16", ["jumper"], 1, f"{NARROW} --precision bf16 --total-timesteps 1000000"),
-        ("ppo_procgen:narrow-2m-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16 --total-timesteps 2000000"),
-        ("ppo_procgen:narrow-bf16", ["bigfish"], 1, f"{NARROW} --precision bf16"),
-        ("ppo_procgen:narrow-8m", ["bigfish"], 1, NARROW),  # the same where the CPU has no AVX512-BF16
-        ("snd_breakout:bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
-        ("appo_atari:two-cores", ["Breakout"], 1, f"{TWO_CORES} --total-timesteps 10000000"),
-        ("impala_procgen:narrow-sync", ["starpilot"], 1, f"{NARROW} --sync --total-timesteps 2000000"),
-        ("appo_atari:two-cores-0.5m", ["Pong"], 3, f"{TWO_CORES} --total-timesteps 500000"),
-        ("ppo_atari_rnd:128-8m-bf16", ["MontezumaRevenge"], 1, f"{RND_128_8M} --precision bf16"),
-        ("ppo_atari_rnd:128-8m", ["MontezumaRevenge"], 1, RND_128_8M),  # without AVX512-BF16
-        ("ppo_atari_snd:no-reward-bf16", ["Breakout"], 1, f"{NO_REWARD} --precision bf16"),
-        ("ppo_atari_snd:no-reward", ["Breakout"], 1, NO_REWARD),  # the same where the CPU has no AVX512-BF16
-    ],
-    "gpu": [
-        ("ppo_procgen", ["bigfish", "coinrun", "starpilot", "miner", "chaser", "plunder"], 1, ""),
-        ("appo_atari", ["Pong", "Breakout", "BeamRider"], 1, "--total-timesteps 10000000"),
-        ("ppo_atari_rnd", ["MontezumaRevenge"], 1, ""),
-        ("ppo_atari_snd", ["MontezumaRevenge"], 1, ""),
-        ("impala_procgen", ["bigfish", "coinrun"], 1, ""),
-        ("ppo_procgen:openai", ["coinrun"], 1, f"--num-levels 200 --total-timesteps 25000000 {OPENAI}"),
-    ],
-    "procgen16_1m": [  # compared with OpenAI's curves; 2 to 6 hours each on one core
-        ("ppo_procgen:openai", UNMEASURED, 1, f"--num-levels 0 --total-timesteps 1000000 {OPENAI}")
-    ],
-    "fruitbot_parts": [  # narrow-1m with one thing of OpenAI's setting at a time; 2 hours each on one core
-        ("ppo_procgen:norm-reward", ["fruitbot"], 3, f"{NARROW_1M} --norm-reward 0.99"),
-        ("ppo_procgen:norm-reward", ["bossfight"], 2, f"{NARROW_1M} --norm-reward 0.99"),
-        ("ppo_procgen:norm-reward", ["starpilot"], 1, f"{NARROW_1M} --norm-reward 0.99"),
-        ("ppo_procgen:discounts", ["fruitbot"], 1, f"{NARROW_1M} --gamma 0.999 --gae-lambda 0.95"),
-        ("ppo_procgen:constant-lr", ["fruitbot"], 1, f"{NARROW_1M} --lr 5e-4"),
-        ("ppo_procgen:input", ["fruitbot"], 1, f"{NARROW_1M} --stack none --pool flatten --input-shift 0"),
-    ],
-    "adam_eps": [  # is our PPO below OpenAI's by chance, or by Adam's epsilon?
-        (f"{script}:openai-660k", [game], seeds, f"--num-levels 0 --total-timesteps 660000 --eval-episodes 0 {OPENAI}")
-        for game, seeds in [("jumper", (11, 12)), ("leaper", (21, 22)), ("climber", (31, 32))]
-        for script in ("ppo_procgen", "procgen_tf_adam")
-    ],
-    "impala_1m": [("impala_procgen:narrow-1m", ["coinrun", "bigfish"], 1, NARROW_1M)],
-    "procgen16": [("ppo_procgen", PROCGEN, 3, ""), ("impala_procgen", PROCGEN, 3, "")],
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,15 +74,37 @@ class Job:
         return f"{self.suite}/{self.name.replace('/', '_')}-{digest}"
 
 
+def read_suites(path: Path = ROOT / "benchmark" / "suites.toml") -> dict[str, list[Job]]:
+    """suite -> its jobs; within a row all games of seed 1 come first. A wrong row ends the program with one line."""
+    suites, shared, row = {}, {}, ""
+    try:
+        content = tomllib.loads(path.read_text())
+        for name, flags in content.pop("flags").items():
+            shared[name] = flags.format(**shared)
+        for suite, rows in content.items():
+            suites[suite] = []
+            for row in rows:
+                variant, games, seeds, flags = row
+                if not isinstance(games, list):
+                    raise TypeError("the games are no list")
+                seeds = seeds if isinstance(seeds, list) else range(1, seeds + 1)
+                jobs = [Job(suite, variant, game, seed, flags.format(**shared)) for seed in seeds for game in games]
+                if not (ROOT / jobs[0].file).exists():
+                    raise ValueError(f"there is no {jobs[0].file}")
+                suites[suite] += jobs
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        print(f"{path}: {row}: {error!r}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return suites
+
+
+SUITES = read_suites()
+PROCGEN = [job.game for job in SUITES["procgen16"] if job.script == "ppo_procgen" and job.seed == 1]
+
+
 def jobs_of(suite: str, only: str = "") -> list[Job]:
-    """The jobs of a suite whose name contains `only`; within a row all games of seed 1 come first."""
-    cells = [
-        Job(suite, variant, game, seed, flags)
-        for variant, games, seeds, flags in SUITES[suite]
-        for seed in (range(1, seeds + 1) if isinstance(seeds, int) else seeds)
-        for game in games
-    ]
-    return [job for job in cells if only in job.name]
+    """The jobs of a suite whose name contains `only`."""
+    return [job for job in SUITES[suite] if only in job.name]
 
 
 def read_json(path: Path) -> dict:
@@ -216,66 +151,65 @@ def available_cores() -> int:
     return max(1, cores)
 
 
-def last_config(run: Path) -> tuple[int, dict]:
+def config_of(run: Path) -> tuple[int, dict]:
     """Step and content of the config-<step>.json of a run's last start."""
     steps = [int(path.stem.removeprefix("config-")) for path in run.glob("config-*.json")]
-    if not steps:
-        return 0, {}
-    return max(steps), read_json(run / f"config-{max(steps)}.json") or {}
+    return max(steps, default=0), read_json(run / f"config-{max(steps, default=0)}.json")
 
 
 def starts_of(run: Path) -> list[dict]:
     """Revision and hardware of each start of a run, and the step it began at."""
-    starts = read_json(run.with_name(run.name + ".json")) or []
+    starts = read_json(run.with_name(run.name + ".json")).get("starts", [])
     if starts:
-        starts[-1]["step"], _ = last_config(run)
+        starts[-1]["step"], _ = config_of(run)
     return starts
 
 
 def note_start(job: Job, run: Path):
     """Add the revision and the hardware to <run>.json."""
-    revision, gpu = "", ""
-    with contextlib.suppress(OSError):  # without git
-        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    start = dict(git=output_of(git), cpu=None, gpu=None)
+    if cpu := re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text()):
+        start["cpu"] = cpu[1]
     if shutil.which("nvidia-smi") and "--device cpu" not in job.flags:
         code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-        gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-    starts = [*starts_of(run), dict(git=revision or None, cpu=cpu and cpu[1], gpu=gpu or None)]
-    run.with_name(run.name + ".json").write_text(json.dumps(starts, indent=1))
+        start["gpu"] = output_of([sys.executable, "-c", code])
+    run.with_name(run.name + ".json").write_text(json.dumps(dict(starts=[*starts_of(run), start]), indent=1))
+
+
+def output_of(command: list[str]) -> str | None:
+    """What a program prints; None if there is no such program or it prints nothing."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def record(job: Job, run: Path, results: Path, error: str | None) -> str:
     """Write the csv and json of a finished or failed run -> done or failed."""
-    rows = pd.DataFrame()
-    if (run / "metrics.csv").exists():
-        rows = pd.read_csv(run / "metrics.csv").dropna(subset=["time/sps"])
-    config = last_config(run)[1]
-    starts = starts_of(run)
-    status = "failed" if error else "done"
-    result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
-    result |= dict(status=status, error=error, steps=0, train_seconds=0.0)
-    if len(rows):
-        result["steps"] = int(rows["step"].iloc[-1])
-        seconds = rows["step"].diff().fillna(rows["step"]) / rows["time/sps"]
-        result["train_seconds"] = round(float(seconds.sum()), 1)
-    result |= {name: starts[-1].get(name) for name in ("git", "cpu", "gpu")}
-    result["cores"] = config.get("args", {}).get("threads") or available_cores()
-    revisions = dict.fromkeys(start["git"] for start in starts)
-    result["git_before"] = [git for git in revisions if git and git != result["git"]]
-    machines = [start["gpu"] or start["cpu"] for start in starts]
-    changes = zip(machines, machines[1:], starts[1:], strict=False)
-    result["machines_before"] = {before: start["step"] for before, now, start in changes if before != now}
-    result["versions"] = config.get("versions")
-    result["eval"] = read_json(run / "eval.json")
-    for split in (result["eval"] or {}).get("splits", {}).values():
-        split.pop("lengths", None)
     path = results / job.suite / f"{job.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    thin(rows).to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g")
+    step, seconds = 0, 0.0
+    if (run / "metrics.csv").exists():
+        rows = pd.read_csv(run / "metrics.csv").dropna(subset=["time/sps"])
+        thin(rows).to_csv(path.with_suffix(".csv"), index=False, float_format="%.6g")
+        step = int(rows["step"].max()) if len(rows) else 0
+        seconds = float((rows["step"].diff().fillna(rows["step"]) / rows["time/sps"]).sum())
+    _, config = config_of(run)
+    starts = starts_of(run)
+    evaluation = read_json(run / "eval.json") or None
+    for split in evaluation["splits"].values() if evaluation else ():
+        split.pop("lengths", None)
+    revisions = dict.fromkeys(start["git"] for start in starts)
+    machines = [start["gpu"] or start["cpu"] for start in starts]
+    changes = zip(machines, machines[1:], starts[1:], strict=False)
+    result = dict(command=" ".join(job.command), suite=job.suite, variant=job.variant, game=job.game, seed=job.seed)
+    result |= dict(status="failed" if error else "done", error=error, steps=step, train_seconds=round(seconds, 1))
+    result |= {name: starts[-1][name] for name in ("git", "cpu", "gpu")}
+    result["cores"] = config.get("args", {}).get("threads") or available_cores()
+    result["git_before"] = [git for git in revisions if git and git != result["git"]]
+    result["machines_before"] = {before: start["step"] for before, now, start in changes if before != now}
+    result |= dict(versions=config.get("versions"), eval=evaluation)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    return status
+    return result["status"]
 
 
 class Training(submitit.helpers.Checkpointable):
@@ -331,9 +265,7 @@ def error_of(code: int, output: str) -> str | None:
 def state(job: Job, results: Path) -> str:
     """open, done or failed; a result of other flags does not count."""
     found = read_json(results / job.suite / f"{job.name}.json")
-    if not isinstance(found, dict) or found.get("command") != " ".join(job.command):
-        return "open"
-    return found.get("status", "open")
+    return found["status"] if found.get("command") == " ".join(job.command) else "open"
 
 
 def run_here(jobs: list[Job], options) -> int:
@@ -357,8 +289,10 @@ def run_here(jobs: list[Job], options) -> int:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                 time.sleep(0.2)
                 for job in [job for job, task in running.items() if task.done()]:
-                    states.append(outcome(running.pop(job)))
-                    print(f"{states[-1]:8} {job.suite} {job.name}", flush=True)
+                    task = running.pop(job)
+                    error = task.exception()  # run.py itself has a mistake
+                    states.append("failed" if error else task.result())
+                    print(f"{states[-1]:8} {job.suite} {job.name} {error or ''}".rstrip(), flush=True)
         except KeyboardInterrupt:
             print("stopping, checkpoints are written", file=sys.stderr)
             for task in running.values():
@@ -368,15 +302,6 @@ def run_here(jobs: list[Job], options) -> int:
             return 130
     print(", ".join(f"{states.count(name)} {name}" for name in sorted(set(states))))
     return int("failed" in states)
-
-
-def outcome(task: submitit.Job) -> str:
-    """The word that a job returned; failed, with the traceback, if run.py itself has a mistake."""
-    error = task.exception()
-    if error is None:
-        return task.result()
-    print(error, file=sys.stderr)
-    return "failed"
 
 
 def submit_array(jobs: list[Job], options):
