@@ -26,7 +26,6 @@ import tempfile
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -52,15 +51,6 @@ HEADLINES = {  # the README's rows: (suite, row) -> game and setting
 }
 TRAINING = "in training"  # in published.csv
 OTHER = "another network and batch; "
-
-
-class Published(NamedTuple):
-    """A number, what it is, how its protocol differs, its standard error over runs if published."""
-
-    score: float
-    what: str
-    how: str
-    error: float | None
 
 
 @dataclass
@@ -144,8 +134,11 @@ def sources(job: matrix.Job, split: str) -> list:
     return found[["series", "what", "how"]].to_numpy().tolist()
 
 
-def published(job: matrix.Job, split: str, steps: int) -> list[Published]:
-    """Published numbers at the nearest step within 10 %: means over the last tenth where there are any."""
+def published(job: matrix.Job, split: str, steps: int) -> list[dict]:
+    """score, what it is, how its protocol differs, error: published numbers at the nearest step within 10 %.
+
+    Means over the last tenth where there are any. error: the standard error over runs, NaN if not published.
+    """
     found = []
     for series, what, how in sources(job, split):
         points = points_of(job.game, series)
@@ -153,7 +146,7 @@ def published(job: matrix.Job, split: str, steps: int) -> list[Published]:
         if distance.min() <= 0.1 * steps:
             point = points.loc[distance.idxmin()]
             score = point["score"] if pd.isna(point["last_tenth"]) else point["last_tenth"]
-            found.append(Published(score, what, how, None if pd.isna(point["stderr"]) else point["stderr"]))
+            found.append(dict(score=score, what=what, how=how, error=point["stderr"]))
     return found
 
 
@@ -189,12 +182,12 @@ def summary(row: Row, split: str) -> dict[str, str]:
     """The columns of a row's tables."""
     scores, (means, count), theirs = row.evaluations(split), last_tenth(row), published(row.job, split, row.steps)
     missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
-    ours = [means if TRAINING in entry.how else scores for entry in theirs]
-    differences = [np.mean(each) - entry.score if each else None for each, entry in zip(ours, theirs, strict=True)]
-    shown = []
-    for entry in theirs:
-        error = "" if entry.error is None else f" ± {entry.error:.2f}"
-        shown.append(f"{entry.score:.2f}{error}, {entry.what} ({entry.how})")
+    shown, differences = [], []
+    for one in theirs:
+        error = "" if pd.isna(one["error"]) else f" ± {one['error']:.2f}"
+        shown.append(f"{one['score']:.2f}{error}, {one['what']} ({one['how']})")
+        ours = means if TRAINING in one["how"] else scores
+        differences.append(f"{np.mean(ours) - one['score']:+.2f}" if ours else "-")
     hours = pd.Series([one["train_seconds"] / 3600 for one in row.done], index=map(machine, row.done))
     hours = hours.groupby(level=0, sort=False).mean()
     commits = (git for one in row.done for git in [*one.get("git_before", ()), one["git"]])
@@ -205,7 +198,7 @@ def summary(row: Row, split: str) -> dict[str, str]:
         last_tenth=number(means) if means else "-",
         training=f"{number(means)} ({count:,} episodes{missing})" if means else "-",
         published="; ".join(shown) or "none at these steps",
-        difference=", ".join("-" if each is None else f"{each:+.2f}" for each in differences) or "-",
+        difference=", ".join(differences) or "-",
         hardware="; ".join(hours.index),
         time="; ".join((f"{x:.1f} h" if x >= 1 else f"{60 * x:.0f} min") + f" on {name}" for name, x in hours.items()),
         commits=", ".join(dict.fromkeys(map(revision, commits))),
@@ -253,10 +246,10 @@ def headlines(rows: list[Row]) -> list[str]:
         known = []
         for split in row.splits:
             for one in published(row.job, split, row.steps):
-                error = "" if one.error is None else f" ± {rounded(one.error)}"
+                error = "" if pd.isna(one["error"]) else f" ± {rounded(one['error'])}"
                 evaluated = rounded(np.mean(row.evaluations(split)))
-                how = "" if TRAINING in one.how else f" ({one.how}; ours evaluated: {evaluated})"
-                known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
+                how = "" if TRAINING in one["how"] else f" ({one['how']}; ours evaluated: {evaluated})"
+                known.append(f"{rounded(one['score'])}{error}, {one['what']}{how}")
         blind = points_of(row.job.game, "random")
         if len(blind) and (not known or "without" in what):
             known.append(f"{rounded(blind['score'].iloc[0])}, random play")
@@ -551,9 +544,12 @@ def draw_script(script: str, rows: list[Row]):
                     panel.plot(means.index / 1e6, means, color, linewidth=1.2, label=label)
                     label = None
         longest = max(group, key=lambda row: row.steps)
-        found = [source for row in group for source in training_sources(row.job)]
-        known = {what: points_of(game, series).query(f"step <= {1.1 * longest.steps}") for series, what in found}
-        known = {what: points for what, points in known.items() if len(points)}
+        known = {}  # published training returns
+        for row in group:
+            for series, what, how in sources(row.job, "train") or sources(row.job, "game") or sources(row.job, "test"):
+                points = points_of(game, series).query(f"step <= {1.1 * longest.steps}")
+                if TRAINING in how and len(points):
+                    known[what] = points
         for marker, (what, points) in zip("o^v", known.items(), strict=False):
             panel.plot(points["step"] / 1e6, points["score"], f"k{marker}", markersize=4, label=what)
         panel.set_title(game, fontsize=10)
@@ -564,12 +560,6 @@ def draw_script(script: str, rows: list[Row]):
     figure.supxlabel("million environment steps", fontsize=9)
     figure.supylabel("training return", fontsize=9)
     return figure
-
-
-def training_sources(job: matrix.Job) -> list[tuple[str, str]]:
-    """(series, what it is) of published training returns."""
-    found = sources(job, "train") or sources(job, "game") or sources(job, "test")
-    return [(series, what) for series, what, how in found if TRAINING in how]
 
 
 def smooth(rows: pd.DataFrame, windows: int = 50) -> pd.Series:

@@ -3,15 +3,15 @@
     python benchmark/speed.py ppo_procgen -- --num-envs 64 --channels 16 32 32
     python benchmark/speed.py --against cleanrl --source CLONE --json FOLDER    # git clone of vwxyzjn/cleanrl
     python benchmark/speed.py appo_atari --against sb3 --peer-python PYTHON -- --env-id Pong
-    python benchmark/speed.py ppo_procgen --against HEAD~1  # the same script of another revision
+    python benchmark/speed.py ppo_procgen --revision HEAD~1  # the same script of another revision
 
 What follows `--` goes to the script. Every measurement is its own process, which discards `--warmup` iterations and
-measures `--iterations` of equal size. With --against, script and baseline alternate A B A B, and the ratio of each pair
-is printed: where the speed of the machine drifts, only the ratio means something. Run it with nothing else running. CPU
-seconds are summed over threads. Shares of env and policy of an asynchronous script are its actors', which work at the
-same time as the learner.
+measures `--iterations` of equal size. Script and baseline alternate A B A B, and the ratio of each pair is printed:
+where the speed of the machine drifts, only the ratio means something. Run it with nothing else running. CPU seconds are
+summed over threads. Shares of env and policy of an asynchronous script are its actors', which work at the same time as
+the learner. Another revision is checked out into a temporary git worktree, where its own speed.py measures it.
 
-Baselines:
+Baselines (--against):
 - "cleanrl": CleanRL's file for the same task from CLONE, run by cleanrl_shim.py with the sizes of the flags.
   ppo_procgen.py gets CleanRL's network and loss, the others its gradient clipping. Without a script's name the rows of
   ROWS are measured, each written to a file in FOLDER.
@@ -19,7 +19,6 @@ Baselines:
   --compile of the flags.
 - "sb3": Stable-Baselines3 2.9.2 with its own Atari wrappers and the same sizes, for appo_atari. It runs with its own
   Python, --peer-python (peers.sh makes it).
-- a revision, checked out into a temporary git worktree, where its own speed.py measures it.
 """
 
 import argparse
@@ -267,8 +266,7 @@ def measure(options, variant: str, flags: list[str], root: Path = ROOT) -> dict:
     """One measurement in its own process, by the speed.py in `root`."""
     command = [sys.executable, str(root / "benchmark" / "speed.py"), options.name, "--child", variant]
     for name in ("iterations", "warmup", "peer_python", "source", "against"):
-        value = getattr(options, name)
-        if value and not (name == "against" and is_revision(options)):
+        if value := getattr(options, name):
             command += [f"--{name.replace('_', '-')}", str(value)]
     running = subprocess.Popen([*command, "--", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -283,27 +281,24 @@ def measure(options, variant: str, flags: list[str], root: Path = ROOT) -> dict:
     return found
 
 
-def is_revision(options) -> bool:
-    return bool(options.against) and options.against not in ("cleanrl", *BASELINES[options.name])
-
-
 def compare(options, flags: list[str]) -> dict:
     """Alternate script and baseline."""
-    if not options.against:
-        return dict(results=dict(script=[measure(options, "script", flags) for _ in range(options.pairs)]))
-    ours, theirs = [], []
-    with worktree(options.against) if is_revision(options) else contextlib.nullcontext(ROOT) as other:
+    baseline, ours, theirs = options.against or options.revision, [], []
+    with worktree(options.revision) if options.revision else contextlib.nullcontext(ROOT) as other:
         for _ in range(options.pairs):
             ours.append(measure(options, "script", flags))
-            theirs.append(measure(options, "script" if is_revision(options) else options.against, flags, other))
+            if baseline:
+                theirs.append(measure(options, options.against or "script", flags, other))
+    if not baseline:
+        return dict(results=dict(script=ours))
     pairs = list(zip(ours, theirs, strict=True))
     wall = [a["sps"] / b["sps"] for a, b in pairs]
     cpu = [b["seconds_a_step"]["cpu"] / a["seconds_a_step"]["cpu"] for a, b in pairs]
     for name, ratios in (("wall time", wall), ("CPU time", cpu)):
-        print(f"{options.against} / script, {name}: {statistics.median(ratios):.2f} ", end="")
+        print(f"{baseline} / script, {name}: {statistics.median(ratios):.2f} ", end="")
         print(f"({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} pairs)")
-    found = dict(results={"script": ours, options.against: theirs}, wall_ratios=wall, cpu_ratios=cpu)
-    return dict(revisions=found) if is_revision(options) else found
+    found = dict(results={"script": ours, baseline: theirs}, wall_ratios=wall, cpu_ratios=cpu)
+    return dict(revisions=found) if options.revision else found
 
 
 def cleanrl_rows(options, flags: list[str]) -> int:
@@ -321,7 +316,8 @@ def cleanrl_rows(options, flags: list[str]) -> int:
 def parsed(parser, own: list[str]):
     """Parse the options before `--`; a mistake ends with one line and exit code 2."""
     parser.add_argument("name", nargs="?", choices=sorted(BASELINES), help="a script, without .py")
-    parser.add_argument("--against", help="alternate with this baseline or revision; without a script's name, cleanrl")
+    parser.add_argument("--against", help="alternate with this baseline; without a script's name, cleanrl")
+    parser.add_argument("--revision", help="alternate with the script of this revision")
     parser.add_argument("--source", type=Path, help="a clone of CleanRL")
     parser.add_argument("--peer-python", default="python", help="the Python that has sb3")
     parser.add_argument("--pairs", type=int, help="pairs of measurements; default 2, without a script's name 4")
@@ -330,21 +326,19 @@ def parsed(parser, own: list[str]):
     parser.add_argument("--json", type=Path, help="file (of all rows: folder) for all figures")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(own)
-    if min(options.pairs or 1, options.iterations or 1, options.warmup or 1) < 1:
+    if any(value is not None and value < 1 for value in (options.pairs, options.iterations, options.warmup)):
         parser.error("--pairs, --iterations and --warmup must be at least 1")
     if not options.name and options.against != "cleanrl":
         parser.error("either the name of a script, or --against cleanrl")
-    if options.against == "cleanrl":
-        if options.name and options.name not in COUNTERPARTS:
-            parser.error(f"--against cleanrl: CleanRL has no counterpart of {options.name}")
-        if not (options.source and (options.source / "cleanrl" / "ppo_procgen.py").exists()):
-            where = "git clone https://github.com/vwxyzjn/cleanrl"
-            parser.error(f"--source {options.source}: no cleanrl/ppo_procgen.py in it; {where}")
-    elif options.against and is_revision(options):
-        known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{options.against}^{{commit}}"]
-        if subprocess.run(known, capture_output=True).returncode:
-            others = ", ".join(BASELINES[options.name])
-            parser.error(f"--against {options.against}: no revision; other baselines of {options.name}: {others}")
+    if options.name and options.against and options.against not in BASELINES[options.name]:
+        parser.error(f"--against {options.against}: {options.name} has {', '.join(BASELINES[options.name])}")
+    if options.against == "cleanrl" and not (options.source and (options.source / "cleanrl/ppo_procgen.py").exists()):
+        where = "git clone https://github.com/vwxyzjn/cleanrl"
+        parser.error(f"--source {options.source}: no cleanrl/ppo_procgen.py in it; {where}")
+    if options.revision:
+        known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{options.revision}^{{commit}}"]
+        if subprocess.run(known, capture_output=True).returncode or options.against:
+            parser.error(f"--revision {options.revision}: no revision of this repository, or --against is given, too")
     if options.name and options.json and options.json.is_dir():
         parser.error(f"--json {options.json}: is a folder")
     options.pairs = options.pairs or (2 if options.name else 4)
