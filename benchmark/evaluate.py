@@ -8,9 +8,8 @@ The run's command names the script, which is looked for in the root of the repos
 episodes gives the same returns on the same kind of device. The run's folder is only read. Flags that are newer than the
 run have their defaults. A warning tells when the script differs from the run's copy of it.
 
-The film shows the first episode of the first environment, of the first split; it needs imageio and av
-(requirements-dev.txt). A run on environments of your own is played from Python: the script's `evaluate(agent, args,
-make_envs)`.
+The film shows the first episode of the first environment, of the first split. A run on environments of your own is
+played from Python: the script's `evaluate(agent, args, make_envs)`.
 """
 
 import argparse
@@ -73,13 +72,9 @@ def check(options):
     for path in filter(None, (options.video, options.out)):
         if not path.resolve().parent.is_dir() or path.is_dir():
             raise UsageError(f"{path}: must be a file in an existing folder")
-        if path.resolve().parent == options.run.resolve():
-            raise UsageError(f"{path}: must not be in the run's own folder")
-    if options.video:
-        if options.video.suffix != ".mp4":
-            raise UsageError(f"--video {options.video}: must end in .mp4")
-        if not (importlib.util.find_spec("imageio") and importlib.util.find_spec("av")):
-            raise UsageError("--video: needs imageio and av (requirements-dev.txt)")
+    has_packages = importlib.util.find_spec("imageio") and importlib.util.find_spec("av")
+    if options.video and not (options.video.suffix == ".mp4" and has_packages):
+        raise UsageError(f"--video {options.video}: must end in .mp4; needs imageio and av (requirements-dev.txt)")
 
 
 def read_run(run: Path, checkpoint: str) -> tuple[list[str], dict, dict]:

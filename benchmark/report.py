@@ -8,12 +8,8 @@
 
 Reads benchmark/results (written by run.py and speed.py) and the published numbers in benchmark/reference. An unreadable
 file is named and left out; a failed job is shown with its error.
-Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
-michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
-step, for the pictures. "stderr" is the standard error over runs of what the tables use.
-reference/procgen16_1m.csv has the returns of OpenAI's three runs on all levels, one row per update up to 1M steps;
-procgen16_1m_statistics.csv has the means of their other statistics over these 61 updates, under OpenAI's names.
-reference/published.csv says which series are compared with a script's split and number of training levels (none: all).
+Published training returns are compared with training returns, published evaluations with evaluations; what is in
+benchmark/reference is told in benchmark/README.md.
 Links to a line of ours, [`code`](../script.py#L1), get the number of the one line that contains the code.
 """
 
@@ -72,17 +68,19 @@ class Row:
 
     @property
     def splits(self) -> list[str]:
-        return list(self.done[0]["eval"]["splits"]) if self.done else []
+        evaluation = self.done[0]["eval"] if self.done else {"splits": {}}
+        return list(evaluation["splits"]) if evaluation else ["not evaluated"]
 
-    def evaluations(self, split: str) -> list[float]:
-        return [one["eval"]["splits"][split]["mean"] for one in self.done]
+    def evaluations(self, split: str) -> list[dict]:
+        """mean and stderr (over episodes) of each seed."""
+        return [one["eval"]["splits"][split] for one in self.done if one["eval"]]
 
 
 def read_rows(results: Path) -> list[Row]:
     """The rows that have a result; one of earlier flags does not count."""
     rows = {}
-    for suite in matrix.SUITES:
-        for job in matrix.jobs_of(suite):
+    for suite, jobs in matrix.SUITES.items():
+        for job in jobs:
             path = results / suite / f"{job.name}.json"
             one = matrix.read_json(path)
             if one.get("command") != " ".join(job.command):
@@ -92,7 +90,8 @@ def read_rows(results: Path) -> list[Row]:
                 row.failed.append(one)
             if one["status"] == "done":
                 row.done.append(one)
-                row.curves[job.seed] = pd.read_csv(path.with_suffix(".csv"))
+                if path.with_suffix(".csv").exists():
+                    row.curves[job.seed] = pd.read_csv(path.with_suffix(".csv"))
     return list(rows.values())
 
 
@@ -126,9 +125,8 @@ def sources(job: matrix.Job, split: str) -> list:
     """(series, what it is, how its protocol differs) to compare a job's split with."""
     levels = re.search(r"--num-levels ([1-9]\d*)", job.flags)
     table = pd.read_csv(REFERENCE / "published.csv", dtype=str, keep_default_na=False)
-    found = table.query(
-        f"script == {job.script!r} and levels == {levels[1] if levels else ''!r} and split == {split!r}"
-    )
+    key = (job.script, levels[1] if levels else "", split)
+    found = table[(table[["script", "levels", "split"]] == key).all(axis=1)]
     if job.variant.endswith(":openai"):  # the published network and batch
         found = found.assign(how=found["how"].str.removeprefix(OTHER))
     return found[["series", "what", "how"]].to_numpy().tolist()
@@ -150,13 +148,16 @@ def published(job: matrix.Job, split: str, steps: int) -> list[dict]:
     return found
 
 
-def number(scores: list[float], error: float | None = None) -> str:
+def rounded(score: float) -> str:
+    return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
+
+
+def number(scores: list[float], evaluations: list[dict] | None = None, text="{:.2f}".format) -> str:
     """Mean and standard error over seeds; two seeds: both; one: its standard error over episodes."""
     if len(scores) > 2:
-        return f"{np.mean(scores):.2f} ± {scipy.stats.sem(scores):.2f}"
-    if len(scores) == 2:
-        return ", ".join(f"{score:.2f}" for score in scores)
-    return f"{scores[0]:.2f}" + (f" (± {error:.2f} over episodes)" if error is not None else "")
+        return f"{text(np.mean(scores))} ± {text(scipy.stats.sem(scores))}"
+    over_episodes = f" (± {evaluations[0]['stderr']:.2f} over episodes)" if evaluations and len(scores) == 1 else ""
+    return (", ".join(map(text, scores)) or "-") + over_episodes
 
 
 def last_tenth(row: Row) -> tuple[list[float], int]:
@@ -180,10 +181,11 @@ def revision(git: str | None) -> str:
 
 def summary(row: Row, split: str) -> dict[str, str]:
     """The columns of a row's tables."""
-    scores, (means, count), theirs = row.evaluations(split), last_tenth(row), published(row.job, split, row.steps)
+    evaluations, (means, count) = row.evaluations(split), last_tenth(row)
+    scores = [one["mean"] for one in evaluations]
     missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
     shown, differences = [], []
-    for one in theirs:
+    for one in published(row.job, split, row.steps):
         error = "" if pd.isna(one["error"]) else f" ± {one['error']:.2f}"
         shown.append(f"{one['score']:.2f}{error}, {one['what']} ({one['how']})")
         ours = means if TRAINING in one["how"] else scores
@@ -194,8 +196,8 @@ def summary(row: Row, split: str) -> dict[str, str]:
     return dict(
         steps=f"{row.steps:,}",
         seeds=str(len(row.done)),
-        evaluation=number(scores, row.done[0]["eval"]["splits"][split]["stderr"]),
-        last_tenth=number(means) if means else "-",
+        evaluation=number(scores, evaluations),
+        last_tenth=number(means),
         training=f"{number(means)} ({count:,} episodes{missing})" if means else "-",
         published="; ".join(shown) or "none at these steps",
         difference=", ".join(differences) or "-",
@@ -229,10 +231,6 @@ def finished(rows: list[Row]) -> list[str]:
     return markdown(head, lines)
 
 
-def rounded(score: float) -> str:
-    return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
-
-
 def headlines(rows: list[Row]) -> list[str]:
     """The README's rows: mean training return over the last tenth of the steps."""
     found = {(row.job.suite, row.name): row for row in rows if row.done}
@@ -240,20 +238,18 @@ def headlines(rows: list[Row]) -> list[str]:
     for key, what in [(key, what) for key, what in HEADLINES.items() if key in found]:
         row = found[key]
         means, _ = last_tenth(row)
-        ours = ", ".join(map(rounded, means))
-        if len(means) > 2:
-            ours = f"{rounded(np.mean(means))} ± {scipy.stats.sem(means):.1f}"
         known = []
         for split in row.splits:
             for one in published(row.job, split, row.steps):
                 error = "" if pd.isna(one["error"]) else f" ± {rounded(one['error'])}"
-                evaluated = rounded(np.mean(row.evaluations(split)))
+                evaluated = rounded(np.mean([each["mean"] for each in row.evaluations(split)]))
                 how = "" if TRAINING in one["how"] else f" ({one['how']}; ours evaluated: {evaluated})"
                 known.append(f"{rounded(one['score'])}{error}, {one['what']}{how}")
         blind = points_of(row.job.game, "random")
         if len(blind) and (not known or "without" in what):
             known.append(f"{rounded(blind['score'].iloc[0])}, random play")
         steps = f"{row.steps / 1e6:.0f}M"
+        ours = number(means, text=rounded)
         lines.append([f"`{row.job.file}`", what, steps, str(len(means)), ours, "; ".join(known)])
     return markdown("script | game | steps | seeds | ours | published", lines)
 
@@ -352,7 +348,7 @@ def interval(games: list):
 def sixteen_table(rows: list[Row]) -> list[str]:
     """Ours and OpenAI's at the end of 1M steps, z-scores, normalized returns.
 
-    All are means over the updates of the last tenth, each of about 100 episodes (`running_mean`).
+    All are means over updates, each of about 100 episodes (`running_mean`).
     """
     lines, found = [], sixteen(rows)
     for game, runs in means_after(0.9, found, "score")["ours"].items():

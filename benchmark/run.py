@@ -99,12 +99,6 @@ def read_suites(path: Path = ROOT / "benchmark" / "suites.toml") -> dict[str, li
 
 
 SUITES = read_suites()
-PROCGEN = [job.game for job in SUITES["procgen16"] if job.script == "ppo_procgen" and job.seed == 1]
-
-
-def jobs_of(suite: str, only: str = "") -> list[Job]:
-    """The jobs of a suite whose name contains `only`."""
-    return [job for job in SUITES[suite] if only in job.name]
 
 
 def read_json(path: Path) -> dict:
@@ -160,17 +154,16 @@ def config_of(run: Path) -> tuple[int, dict]:
 def starts_of(run: Path) -> list[dict]:
     """Revision and hardware of each start of a run, and the step it began at."""
     starts = read_json(run.with_name(run.name + ".json")).get("starts", [])
-    if starts:
-        starts[-1]["step"], _ = config_of(run)
+    for last in starts[-1:]:
+        last["step"], _ = config_of(run)
     return starts
 
 
 def note_start(job: Job, run: Path):
     """Add the revision and the hardware to <run>.json."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    start = dict(git=output_of(git), cpu=None, gpu=None)
-    if cpu := re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text()):
-        start["cpu"] = cpu[1]
+    cpu = re.search("model name\t: (.*)", Path("/proc/cpuinfo").read_text())
+    start = dict(git=output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]), gpu=None)
+    start["cpu"] = cpu[1] if cpu else None
     if shutil.which("nvidia-smi") and "--device cpu" not in job.flags:
         code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
         start["gpu"] = output_of([sys.executable, "-c", code])
@@ -333,11 +326,9 @@ def main(argv=None) -> int:
     options.runs = options.runs or (options.results / "runs" if options.results else ROOT / "runs" / "benchmark")
     options.results = (options.results or ROOT / "benchmark" / "results").resolve()
     options.runs = options.runs.resolve()
-    jobs = jobs_of(options.suite, options.only)
-    if options.jobs < 1 or options.threads < 0:
-        parser.error("--jobs must be at least 1, --threads at least 0")
-    if not jobs:
-        parser.error(f"--only {options.only!r}: no job of {options.suite}")
+    jobs = [job for job in SUITES[options.suite] if options.only in job.name]
+    if not jobs or options.jobs < 1:
+        parser.error(f"--only {options.only!r}: no job of {options.suite}" if not jobs else "--jobs: at least 1")
     if options.list:
         for job in jobs:
             print(f"{state(job, options.results):8} {' '.join(job.command)}")

@@ -68,11 +68,11 @@ ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the
 STARPILOT = "--env-id starpilot --num-envs 64 --num-steps 32"
 BREAKOUT = "--env-id Breakout --num-envs 8 --num-steps 128 --minibatch-size 256 --num-minibatches 4"
 MONTEZUMA = "--env-id MontezumaRevenge --num-envs 128 --num-steps 16 --minibatch-size 2048 --predictor-share 0.25"
-ROWS = {  # compared with CleanRL: (script, sizes, iterations discarded, measured)
-    "cleanrl_ppo_procgen_1_minibatch": ("ppo_procgen", f"{STARPILOT} --minibatch-size 2048", 1, 2),
-    "cleanrl_ppo_procgen_8_minibatches": ("ppo_procgen", f"{STARPILOT} --minibatch-size 256", 1, 2),
-    "cleanrl_appo_atari": ("appo_atari", BREAKOUT, 3, 8),
-    "cleanrl_ppo_atari_rnd": ("ppo_atari_rnd", MONTEZUMA, 1, 2),
+ROWS = {  # compared with CleanRL: file -> command
+    "cleanrl_ppo_procgen_1_minibatch": f"ppo_procgen -- {STARPILOT} --minibatch-size 2048",
+    "cleanrl_ppo_procgen_8_minibatches": f"ppo_procgen -- {STARPILOT} --minibatch-size 256",
+    "cleanrl_appo_atari": f"appo_atari --iterations 8 -- {BREAKOUT}",
+    "cleanrl_ppo_atari_rnd": f"ppo_atari_rnd -- {MONTEZUMA}",
 }
 
 
@@ -126,17 +126,13 @@ def cleanrl_flags(script, args) -> list[str]:
     import tyro
 
     alike = tyro.cli(script.Args, args=ALIKE[script.__name__].split())
-    for name in FIXED:
-        if getattr(args, name, None) != getattr(alike, name, None):
-            raise script.UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: CleanRL has no such flag")
+    unequal = [name for name in FIXED if getattr(args, name, None) != getattr(alike, name, None)]
+    if unequal:
+        raise script.UsageError(f"--{unequal[0].replace('_', '-')}: CleanRL has no such flag")
     rows = args.num_envs * args.num_steps
-    if rows % args.minibatch_size:
-        raise script.UsageError(f"--minibatch-size {args.minibatch_size}: CleanRL's must divide {rows} rows")
-    minibatches = rows // args.minibatch_size
-    if getattr(args, "num_minibatches", minibatches) != minibatches:
-        raise script.UsageError(
-            f"--num-minibatches {args.num_minibatches}: CleanRL has {minibatches}, of all {rows} rows"
-        )
+    minibatches = getattr(args, "num_minibatches", rows // args.minibatch_size)
+    if minibatches * args.minibatch_size != rows:
+        raise script.UsageError(f"--minibatch-size {args.minibatch_size}: CleanRL's minibatches have all {rows} rows")
     game = args.env_id if script.__name__ == "ppo_procgen" else args.env_id.removesuffix("-v5") + "-v5"
     flags = dict(env_id=game, num_envs=args.num_envs, num_steps=args.num_steps, num_minibatches=minibatches)
     flags |= dict(update_epochs=args.update_epochs, total_timesteps=10**9)
@@ -185,7 +181,7 @@ batch = o["num_steps"] * o["num_envs"]
 model.learn(batch * (o["warmup"] + o["iterations"] + 1), callback=Clock())
 (begin, cpu), (end, last) = marks[o["warmup"]], marks[o["warmup"] + o["iterations"]]
 steps, peak = batch * o["iterations"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-print(json.dumps(dict(sps=steps / (end - begin), cpu=(last - cpu) / steps, peak=peak)))
+print(json.dumps(dict(sps=steps / (end - begin), peak_gib=peak, seconds_a_step=dict(cpu=(last - cpu) / steps))))
 """
 
 
@@ -197,8 +193,7 @@ def sb3(args, options) -> dict:
     done = subprocess.run([options.peer_python, "-c", SB3, json.dumps(sizes)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return dict(sps=found["sps"], peak_gib=found["peak"], seconds_a_step=dict(cpu=found["cpu"]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def child(options, flags: list[str]) -> dict:
@@ -216,13 +211,13 @@ def child(options, flags: list[str]) -> dict:
         if options.against == "cleanrl":
             cleanrl_flags(script, args)  # refuse now, not after the script's measurement
         if variant == "sb3":
-            return dict(variant=variant, **sb3(args, options))
+            return sb3(args, options)
         with contextlib.suppress(Enough):
             if variant == "cleanrl":
                 measure_cleanrl(script, args, options.source, watch)
             else:
                 measure_script(script, args, watch)
-    return dict(variant=variant, **watch.result(options.warmup))
+    return watch.result(options.warmup)
 
 
 @contextlib.contextmanager
@@ -254,14 +249,6 @@ def revision_of(folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def show(result: dict):
-    phases = dict(result["seconds_a_step"])
-    cpu = phases.pop("cpu")
-    split = ", ".join(f"{key} {100 * value * result['sps']:.1f} %" for key, value in phases.items())
-    memory = f"CPU {1e3 * cpu:.2f} ms/step   peak {result['peak_gib']:.2f} GiB"
-    print(f"{result['variant']:8} {result['sps']:8,.0f} steps/s   {split}   {memory}", flush=True)
-
-
 def measure(options, variant: str, flags: list[str], root: Path = ROOT) -> dict:
     """One measurement in its own process, by the speed.py in `root`."""
     command = [sys.executable, str(root / "benchmark" / "speed.py"), options.name, "--child", variant]
@@ -276,8 +263,11 @@ def measure(options, variant: str, flags: list[str], root: Path = ROOT) -> dict:
         running.wait()
     if running.returncode:
         raise RuntimeError((errors or output).strip())
-    found = json.loads(output.splitlines()[-1])
-    show(found)
+    found = dict(variant=variant, **json.loads(output.splitlines()[-1]))
+    phases, memory = dict(found["seconds_a_step"]), f"peak {found['peak_gib']:.2f} GiB"
+    cpu = f"CPU {1e3 * phases.pop('cpu'):.2f} ms/step"
+    split = ", ".join(f"{key} {100 * value * found['sps']:.1f} %" for key, value in phases.items())
+    print(f"{variant:8} {found['sps']:8,.0f} steps/s   {split}   {cpu}   {memory}", flush=True)
     return found
 
 
@@ -303,12 +293,12 @@ def compare(options, flags: list[str]) -> dict:
 
 def cleanrl_rows(options, flags: list[str]) -> int:
     """Each row of ROWS as its own command."""
-    for row, (script, sizes, warmup, iterations) in ROWS.items():
-        words = [script, "--against", "cleanrl", "--source", str(options.source), "--pairs", str(options.pairs)]
-        words += ["--warmup", str(options.warmup or warmup), "--iterations", str(options.iterations or iterations)]
+    for row, words in ROWS.items():
+        own, _, sizes = words.partition(" -- ")
+        own = [*own.split(), "--against", "cleanrl", "--source", str(options.source), "--pairs", str(options.pairs)]
         if options.json:
-            words += ["--json", str(options.json / f"{row}.json")]
-        if code := main([*words, "--", *sizes.split(), *flags]):
+            own += ["--json", str(options.json / f"{row}.json")]
+        if code := main([*own, "--", *sizes.split(), *flags]):
             return code
     return 0
 
