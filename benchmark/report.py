@@ -288,8 +288,6 @@ def results_of(script: str, rows: list[Row]) -> list[str]:
     ]
 
 
-# --- the sixteen games of Procgen ---
-
 ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
 WHO = ("OpenAI", "ours")
 
@@ -400,9 +398,6 @@ def statistics_table(rows: list[Row]) -> list[str]:
     return markdown(f"statistic | ours / OpenAI's, median of {len(runs)} runs | range | runs outside", lines)
 
 
-# --- speed ---
-
-
 def speeds() -> list[dict]:
     """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
     found = [matrix.read_json(path) for path in sorted((RESULTS / "speed").glob("*.json"))]
@@ -444,8 +439,6 @@ def speed_headlines(rows: list[Row]) -> list[str]:
     lines = [[work, *(ratios.get(name, "-") for name in machines)] for work, ratios in works.items()]
     return markdown(" | ".join(["script and flags", *machines]), lines)
 
-
-# --- pages and pictures ---
 
 PER_FILE = {  # the tables between marks, by file
     "README.md": dict(results=headlines, speed=speed_headlines),
@@ -575,9 +568,6 @@ def draw(rows: list[Row], folder: Path = ROOT / "docs" / "images"):
         pyplot.close(figure)
 
 
-# --- for other programs, and between commits ---
-
-
 def export(rows: list[Row], path: Path):
     """All curves in one table with the columns script (suite/script-setting), game, seed, step, metric, value."""
     tables = []
@@ -625,7 +615,8 @@ def compare(before: str, after: str) -> list[str]:
         a, b = ([np.mean(seed) for seed in each] if over == "seeds" else np.concatenate(each) for each in (a, b))
         limits = scipy.stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
         difference = f"{np.mean(b) - np.mean(a):+.2f} ({limits.low:+.2f} to {limits.high:+.2f})"
-        lines.append([f"`{row}` ({split})", f"{np.mean(a):.2f}", f"{np.mean(b):.2f}", difference, f"{len(b)} {over}"])
+        means, over = [f"{np.mean(each):.2f}" for each in (a, b)], f"{len(a)}, {len(b)} {over}"
+        lines.append([f"`{row}` ({split})", *means, difference, over])
     return markdown("row | A | B | B - A (95 % interval) | over", lines)
 
 

@@ -263,8 +263,7 @@ def state(job: Job, results: Path) -> str:
 
 def run_here(jobs: list[Job], options) -> int:
     """Run --jobs jobs at a time on this machine."""
-    at_once = min(options.jobs, len(jobs))
-    threads = options.threads
+    at_once, threads = min(options.jobs, len(jobs)), options.threads
     if not threads and at_once > 1:
         threads = max(available_cores() // at_once, 1)
     gpus = {name: value for name, value in os.environ.items() if name == "CUDA_VISIBLE_DEVICES"}
@@ -303,8 +302,7 @@ def submit_array(jobs: list[Job], options):
     parameters = {name: int(value) if value.isdigit() else value for name, value in parameters.items()}
     executor = submitit.SlurmExecutor(options.runs / "submitit", max_num_timeout=1000)
     executor.update_parameters(**SLURM | dict(job_name=options.suite) | parameters)
-    count = len(jobs)
-    shared = [[value] * count for value in (options.runs, options.results, options.threads)]
+    shared = ([value] * len(jobs) for value in (options.runs, options.results, options.threads))
     for job, task in zip(jobs, executor.map_array(Training(), jobs, *shared), strict=True):
         print(f"{task.job_id:8} {job.suite} {job.name}")
 

@@ -39,7 +39,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-VECTORS = {"AVX-512": "avx512f", "AVX2": "avx2"}  # in /proc/cpuinfo, widest first
 
 BASELINES = {
     "ppo_procgen": ("cleanrl", "fp32"),
@@ -126,9 +125,9 @@ def cleanrl_flags(script, args) -> list[str]:
     import tyro
 
     alike = tyro.cli(script.Args, args=ALIKE[script.__name__].split())
-    unequal = [name for name in FIXED if getattr(args, name, None) != getattr(alike, name, None)]
-    if unequal:
-        raise script.UsageError(f"--{unequal[0].replace('_', '-')}: CleanRL has no such flag")
+    for name in FIXED:
+        if getattr(args, name, None) != getattr(alike, name, None):
+            raise script.UsageError(f"--{name.replace('_', '-')}: CleanRL has no such flag")
     rows = args.num_envs * args.num_steps
     minibatches = getattr(args, "num_minibatches", rows // args.minibatch_size)
     if minibatches * args.minibatch_size != rows:
@@ -237,7 +236,7 @@ def hardware() -> str:
 
     info = Path("/proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*:\s*(.*)$", info, re.M)
-    widest = next((name for name, flag in VECTORS.items() if re.search(rf"\b{flag}\b", info)), "no AVX2")
+    widest = "AVX-512" if " avx512f " in info else "AVX2" if " avx2 " in info else "no AVX2"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cpu = f"{model[1] if model else 'unknown CPU'} ({widest}), {len(os.sched_getaffinity(0))} cores"
     return f"{cpu}, {gpu}, torch {torch.__version__}"
