@@ -230,7 +230,9 @@ class Training(submitit.helpers.Checkpointable):
                 run.with_name(run.name + ".json").unlink(missing_ok=True)
                 command += ["--run-dir", str(run.parent), "--run-name", run.name]
             note_start(job, run)
-            environment = os.environ | (dict(OMP_NUM_THREADS=str(threads)) if threads else {})
+            environment = (
+                os.environ | {"PYTHONUNBUFFERED": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+            )
             options = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock.fileno()], env=environment)
             begin = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(command, **options)
