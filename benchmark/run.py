@@ -79,9 +79,9 @@ def read_suites(path: Path = ROOT / "benchmark" / "suites.toml") -> dict[str, li
     suites, shared, row = {}, {}, ""
     try:
         content = tomllib.loads(path.read_text())
-        for name, flags in content.pop("flags").items():
+        for name, flags in content["flags"].items():
             shared[name] = flags.format(**shared)
-        for suite, rows in content.items():
+        for suite, rows in content["suites"].items():
             suites[suite] = []
             for row in rows:
                 variant, games, seeds, flags = row

@@ -152,7 +152,7 @@ def test_a_wrong_row_is_named(tmp_path, capsys):
         ('["ppo_procgne", ["coinrun"], 1, ""]', "no ppo_procgne.py"),
         ('["ppo_procgen", ["coinrun", 1, ""]', "TOMLDecodeError"),
     ):
-        path.write_text(f"mine = [{row}]\n[flags]\n")
+        path.write_text(f"[flags]\n[suites]\nmine = [{row}]\n")
         assert pytest.raises(SystemExit, run.read_suites, path).value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(str(path)) and part in line
