@@ -344,10 +344,7 @@ def interval(games: list):
 
 
 def sixteen_table(rows: list[Row]) -> list[str]:
-    """Ours and OpenAI's at the end of 1M steps, z-scores, normalized returns.
-
-    All are means over updates, each of about 100 episodes (`running_mean`).
-    """
+    """Ours and OpenAI's at the end of 1M steps, z-scores, normalized returns: means of `running_mean` over updates."""
     lines, found = [], sixteen(rows)
     for game, runs in means_after(0.9, found, "score")["ours"].items():
         point = points_of(game, "all_levels_PPO").set_index("step").loc[ONE_MILLION]
@@ -511,10 +508,7 @@ def draw_sixteen(rows: list[Row]):
 
 
 def draw_script(script: str, rows: list[Row]):
-    """A docs page's picture: a panel per game, a color per setting, a line per seed, published points.
-
-    A game whose only runs are in procgen16.svg has no panel here.
-    """
+    """A panel per game that is not only in procgen16.svg, a color per setting, a line per seed, published points."""
     games, colors = {}, {}
     for row in of_script(script, rows):
         games.setdefault(row.job.game, []).append(row)
@@ -573,7 +567,7 @@ def export(rows: list[Row], path: Path):
     tables = []
     for row in rows:
         for seed, curve in row.curves.items():
-            table = curve.drop(columns="iteration").melt("step", var_name="metric").dropna()
+            table = curve.drop(columns="iteration", errors="ignore").melt("step", var_name="metric").dropna()
             script = f"{row.job.suite}/{row.job.variant.replace(':', '-')}"
             tables.append(table.assign(script=script, game=row.job.game, seed=seed))
     curves = pd.concat(tables)[["script", "game", "seed", "step", "metric", "value"]]

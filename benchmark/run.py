@@ -116,10 +116,7 @@ def read_json(path: Path) -> dict:
 
 
 def thin(rows: pd.DataFrame, most: int = 500) -> pd.DataFrame:
-    """Merge neighboring rows until at most `most` are left.
-
-    A merged row has the last step, the number of episodes, and means over rows (episode/*: over episodes).
-    """
+    """Merge neighboring rows into at most `most`: last step, sum of episodes, means (episode/*: over episodes)."""
     size = -(-len(rows) // most)
     if size <= 1:
         return rows
