@@ -262,7 +262,7 @@ def measure(options, variant: str, flags: list[str], root: Path = ROOT) -> dict:
         running.wait()
     if running.returncode:
         raise RuntimeError((errors or output).strip())
-    found = dict(variant=variant, **json.loads(output.splitlines()[-1]))
+    found = json.loads(output.splitlines()[-1]) | dict(variant=variant)
     phases, memory = dict(found["seconds_a_step"]), f"peak {found['peak_gib']:.2f} GiB"
     cpu = f"CPU {1e3 * phases.pop('cpu'):.2f} ms/step"
     split = ", ".join(f"{key} {100 * value * found['sps']:.1f} %" for key, value in phases.items())
