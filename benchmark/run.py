@@ -13,8 +13,8 @@ Result: <results>/<suite>/<script>/<game>/seed<k>.csv, at most 500 rows, and .js
 versions, training time, final evaluation). The runs and their output are in --runs, one folder per command: other
 flags start a new run, other code does not. After a change of the code use a new --results (and so new --runs).
 
-Jobs are started by submitit, each in its own process. Killing run.py itself with SIGKILL does not end them. On Slurm a
-task that reaches its time limit saves a checkpoint and is queued again.
+Jobs are started by submitit, each in its own process. SIGKILL of run.py alone does not end them: until they are done,
+the same command calls them busy. On Slurm a task at its time limit saves a checkpoint and is queued again.
 """
 
 import argparse
