@@ -8,22 +8,19 @@ The run's command names the script, which is looked for in the root of the repos
 episodes gives the same returns on the same kind of device. The run's folder is only read. Flags that are newer than the
 run have their defaults. A warning tells when the script differs from the run's copy of it.
 
-The film shows the first episode of the first environment, of the first split; it needs imageio and av
-(requirements-dev.txt). A run on environments of your own is played from Python: the script's `evaluate(agent, args,
-make_envs)`.
+The film shows the first episode of the first environment, of the first split. A run on environments of your own is
+played from Python: the script's `evaluate(agent, args, make_envs)`.
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
-import pydantic
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,16 +36,13 @@ class UsageError(ValueError):
 class Film(gym.vector.VectorWrapper):
     """Keeps the newest frame (H, W, channels) of every step of the first environment's first episode."""
 
-    def __init__(self, envs, channels: int, unpack=None):
+    def __init__(self, envs, channels: int):
         super().__init__(envs)
         self.channels = channels
-        self.unpack = unpack  # of a variant that packs its frames
         self.frames = []
         self.over = False
 
     def show(self, obs):
-        if self.unpack:
-            obs = self.unpack(torch.from_numpy(obs)).numpy()
         self.frames.append(obs[0, -self.channels :].transpose(1, 2, 0))
 
     def reset(self, **options):
@@ -60,7 +54,7 @@ class Film(gym.vector.VectorWrapper):
         obs, reward, terminated, truncated, info = super().step(actions)
         if not self.over:
             self.show(obs)
-        if "episode" in info and info["_episode"][0]:  # a whole game, not a life
+        if "episode" in info and info["_episode"][0]:  # a whole episode, not a life
             self.over = True
         return obs, reward, terminated, truncated, info
 
@@ -71,24 +65,16 @@ class Film(gym.vector.VectorWrapper):
         imageio.imwrite(path, frames, plugin="pyav", fps=15, codec="libx264")
 
 
-def check_options(options):
+def check(options):
     """Raise UsageError before anything is played."""
     if options.episodes < 1:
         raise UsageError(f"--episodes {options.episodes}: must be at least 1")
     for path in filter(None, (options.video, options.out)):
-        folder = path.resolve().parent
-        if not os.access(folder, os.W_OK) or path.is_dir():
+        if not path.resolve().parent.is_dir() or path.is_dir():
             raise UsageError(f"{path}: must be a file in an existing folder")
-        if folder == options.run.resolve():
-            raise UsageError(f"{path}: must not be in the run's own folder")
-    if options.video and options.video.suffix != ".mp4":
-        raise UsageError(f"--video {options.video}: must end in .mp4")
-    if options.video:
-        try:
-            importlib.import_module("imageio.v3")
-            importlib.import_module("av")
-        except ImportError as error:
-            raise UsageError(f"--video: needs imageio and av (requirements-dev.txt), {error}") from None
+    has_packages = importlib.util.find_spec("imageio") and importlib.util.find_spec("av")
+    if options.video and not (options.video.suffix == ".mp4" and has_packages):
+        raise UsageError(f"--video {options.video}: must end in .mp4; needs imageio and av (requirements-dev.txt)")
 
 
 def read_run(run: Path, checkpoint: str) -> tuple[list[str], dict, dict]:
@@ -98,8 +84,7 @@ def read_run(run: Path, checkpoint: str) -> tuple[list[str], dict, dict]:
             config = json.loads((run / "config.json").read_text())[-1]
             names = [config["script"]]
         else:
-            configs = run.glob("config-*.json")
-            newest = max(configs, key=lambda path: int(path.stem.removeprefix("config-")))
+            newest = max(run.glob("config-*.json"), key=lambda path: int(path.stem.removeprefix("config-")))
             config = json.loads(newest.read_text())
             # A run that was started from Python has only a copy of the script.
             names = [Path(config["command"][0]).stem, *(path.stem for path in run.glob("*.py"))]
@@ -121,13 +106,6 @@ def load(names: list[str], file: Path | None):
         raise UsageError(f"made by {names[-1]}.py, which is not here: --script FILE")
     module = importlib.import_module(known[0])
     return module, getattr(module, "script", module)
-
-
-def is_changed(run: Path, script) -> bool:
-    """Whether the run has another copy of the script."""
-    file = Path(script.__file__)
-    copy = run / file.name
-    return copy.exists() and copy.read_bytes() != file.read_bytes()
 
 
 def take_best(agent, inputs, output):
@@ -153,8 +131,7 @@ def evaluate(module, script, args, weights: dict, options) -> tuple[dict, Film |
         seed = script.stream_seed(args.seed, split)
         envs = make_envs(args, math.ceil(options.episodes / per_env), seed, test=split != "train")
         if options.video and not film:
-            unpack = getattr(module, "unpack", None)
-            envs = film = Film(envs, 3 if is_procgen or unpack else 1, unpack)
+            envs = film = Film(envs, 3 if is_procgen else getattr(args, "frame_channels", 1))
         agent = script.Agent(envs.single_observation_space.shape, envs.single_action_space.n, args).to(device)
         try:
             agent.load_state_dict(weights)
@@ -180,17 +157,18 @@ def main(argv=None) -> int:
     parser.add_argument("--script", type=Path, help="the script, if it is in no usual place")
     options = parser.parse_args(argv)
     try:
-        check_options(options)
+        check(options)
         names, flags, saved = read_run(options.run, options.checkpoint)
         module, script = load(names, options.script)
         args = script.Args(**flags | {"device": "auto"})
         print(f"{options.run}: {script.SCRIPT}.py, {args.env_id}, step {saved['step']:,}", flush=True)
-        if is_changed(options.run, script):
+        copy = options.run / Path(script.__file__).name
+        if copy.exists() and copy.read_bytes() != Path(script.__file__).read_bytes():
             print(f"warning: {script.__file__} is not the code that trained this run", file=sys.stderr)
         results, film = evaluate(module, script, args, saved["agent"], options)
     except ValueError as error:
-        if not isinstance(error, pydantic.ValidationError) and type(error).__name__ != "UsageError":
-            raise  # the script has its own class of that name
+        if type(error).__name__ not in ("UsageError", "ValidationError"):  # the script has its own UsageError
+            raise
         print("evaluate.py:", " ".join(f"{options.run}: {error}".split())[:300], file=sys.stderr)
         return 2
     if options.out:

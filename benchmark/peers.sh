@@ -1,7 +1,7 @@
 #!/bin/bash
-# The implementations that benchmark/speed.py measures ours against, each in a virtual environment of its own.
+# The implementations that benchmark/speed.py measures ours against, each in its own virtual environment.
 #
-#     bash benchmark/peers.sh FOLDER            # makes FOLDER/sample-factory and FOLDER/sb3
+#     bash benchmark/peers.sh FOLDER            # makes FOLDER/sb3
 #     python benchmark/speed.py appo_atari --against sb3 --peer-python FOLDER/sb3/bin/python
 #
 # CleanRL needs none: `speed.py --against cleanrl` runs the files of a clone with the packages of requirements.txt.
@@ -15,5 +15,4 @@ make() {
     "$folder/$1/bin/pip" check
 }
 
-make sample-factory sample-factory==2.1.1 "gymnasium<1" ale-py==0.10.1 "numpy<2"
 make sb3 stable-baselines3==2.9.2 ale-py==0.11.2 opencv-python-headless

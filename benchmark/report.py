@@ -3,25 +3,31 @@
     python benchmark/report.py                   # README.md, benchmark/README.md, docs/*.md and docs/images
     python benchmark/report.py --results FOLDER  # of run.py --results FOLDER: writes FOLDER/README.md
     python benchmark/report.py --check           # write nothing; exit code 1 if a text is out of date
+    python benchmark/report.py --compare A B     # two folders of results or commits: each row's difference
+    python benchmark/report.py --export curves.parquet  # all curves in one table (or curves.csv)
 
-Reads benchmark/results/<suite>/<script>/<game>/seed<k>.json and .csv (written by benchmark/run.py), the speed figures
-in results/speed/*.json and results/floor/*.json, and the published numbers in benchmark/reference/. An unreadable file
-is named and left out; a failed job is shown with its error.
-Published training returns are compared with training returns, published evaluations with evaluations. For OpenAI's and
-michalnand's runs, reference/*.csv has the mean over the last tenth of the steps, as in the tables, and the mean at a
-step, for the pictures. "stderr" is the standard error over runs of what the tables use.
-reference/procgen16_1m.csv has the returns of OpenAI's three runs on all levels, one row per update up to 1M steps;
-procgen16_1m_statistics.csv has the means of their other statistics over these 61 updates, under OpenAI's names.
+Reads benchmark/results (written by run.py and speed.py) and the published numbers in benchmark/reference. An unreadable
+file is named and left out; a failed job is shown with its error.
+Published training returns are compared with training returns, published evaluations with evaluations; what is in
+benchmark/reference is told in benchmark/README.md.
 Links to a line of ours, [`code`](../script.py#L1), get the number of the one line that contains the code.
 """
 
 import argparse
-import csv
 import re
-import statistics
+import shutil
+import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import scipy.stats
+from matplotlib import pyplot
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
@@ -30,206 +36,125 @@ import run as matrix  # noqa: E402
 RESULTS, REFERENCE = ROOT / "benchmark" / "results", ROOT / "benchmark" / "reference"
 SCRIPTS = ("ppo_procgen", "impala_procgen", "ppo_atari_rnd", "ppo_atari_snd", "appo_atari")
 LONG = 400_000  # environment steps; shorter runs are not in the documentation's pages
-HEADLINES = {  # the README's rows: (suite, row) -> game and setting
-    ("two_cores", "ppo_procgen-openai/starpilot"): "starpilot, OpenAI's setting",
-    ("two_cores", "ppo_procgen-openai/fruitbot"): "fruitbot, OpenAI's setting",
-    ("two_cores", "ppo_procgen-narrow-8m/bigfish"): "bigfish",
-    ("two_cores", "impala_procgen-narrow-sync/starpilot"): "starpilot",
-    ("two_cores", "ppo_atari_rnd-no-reward/Breakout"): "Breakout, without its reward",
-    ("two_cores", "ppo_atari_snd-no-reward-bf16/Breakout"): "Breakout, without its reward",
-    ("two_cores", "appo_atari-two-cores/Breakout"): "Breakout",
-}
-CND_21 = "SND-V_michalnand_cnd21(paper Montezuma)(raw_score)"
-RND_1 = "RND_michalnand_cfg1(raw_score)"
-NO_REWARD = "SND-V_michalnand_no_reward(raw_score)"
-TRAINING = "in training"
+TRAINING = "in training"  # in published.csv
 OTHER = "another network and batch; "
-OPENAI = f"{TRAINING}, 3 runs"
-RUNNING = f"{TRAINING}, running mean of one environment"
-PUBLISHED = {  # (script, number of training levels, split): [(file, series, what it is, how its protocol differs)]
-    ("ppo_procgen", "", "test"): [
-        ("procgen", "all_levels_PPO", "OpenAI's PPO", f"{OTHER}{OPENAI}"),
-        ("procgen", "competition_entry_PPO_wide", "the competition entry", "wide network, one run, evaluation"),
-    ],
-    ("impala_procgen", "", "test"): [("procgen", "all_levels_PPO", "OpenAI's PPO", f"PPO, not IMPALA; {OPENAI}")],
-    ("ppo_procgen", "200", "train"): [("procgen", "train200_PPO", "OpenAI's PPO", OPENAI)],
-    ("ppo_procgen", "200", "test"): [("procgen", "test_full_PPO", "OpenAI's PPO", "on all levels, 3 runs")],
-    ("ppo_atari_rnd", "", "game"): [
-        ("atari", "RND", "RND paper", f"{TRAINING}, recurrent policy, no forced no-op, 3 seeds"),
-        ("atari", RND_1, "michalnand's RND", f"{OTHER}{RUNNING}, 3 runs"),
-    ],
-    ("ppo_atari_snd", "", "game"): [("atari", CND_21, "michalnand's SND-V", f"{RUNNING}, 4 runs")],
-    ("snd_breakout", "", "game"): [
-        ("atari", NO_REWARD, "michalnand's SND without reward", f"another policy network; {RUNNING}, one run")
-    ],
-    ("appo_atari", "", "game"): [
-        ("atari", "CleanRL_ppo_atari_envpool", "CleanRL's PPO with EnvPool", f"another batch; {TRAINING}, 3 runs"),
-        ("atari", "CleanRL_ppo_atari", "CleanRL's PPO without EnvPool", f"another batch; {TRAINING}, 3 runs"),
-    ],
-}
 
 
-def reference(column: str = "") -> dict:
-    """(file, game, series) -> {environment steps: score}, or another column of the rows that have it."""
-    found = {}
-    for name, game, series, steps, score, frames in (
-        ("procgen", "env", "split", "step", "mean_return", 1),
-        ("atari", "env", "algo", "frames", "score", 4),
-    ):
-        with open(REFERENCE / f"{name}.csv", newline="") as file:
-            for row in csv.DictReader(file):
-                points = found.setdefault((name, row[game], row[series]), {})
-                value = row.get(column or score)
-                if value:
-                    points[int(row[steps]) // frames] = float(value)
-    return found
+@dataclass
+class Row:
+    """A game and setting of a suite: its first job, the results of its seeds, and the curves of the finished ones."""
+
+    job: matrix.Job
+    done: list[dict] = field(default_factory=list)
+    failed: list[dict] = field(default_factory=list)
+    curves: dict[int, pd.DataFrame] = field(default_factory=dict)  # by seed
+
+    @property
+    def name(self) -> str:
+        return str(Path(self.job.name).parent)  # script-setting/game
+
+    @property
+    def steps(self) -> int:
+        return self.done[0]["steps"] if self.done else 0
+
+    @property
+    def splits(self) -> list[str]:
+        evaluation = self.done[0]["eval"] if self.done else {"splits": {}}
+        return list(evaluation["splits"]) if evaluation else ["not evaluated"]
+
+    def evaluations(self, split: str) -> list[dict]:
+        """mean and stderr (over episodes) of each seed."""
+        return [one["eval"]["splits"][split] for one in self.done if one["eval"]]
 
 
-class Published(NamedTuple):
-    """A number, what it is, how its protocol differs, its standard error over runs if published."""
-
-    score: float
-    what: str
-    how: str
-    error: float | None
-
-
-def levels(flags: str) -> str:
-    """The number of training levels in a command; "" for all."""
-    return flag(flags, "--num-levels", "0").removeprefix("0")
-
-
-def flag(flags: str, name: str, default: str) -> str:
-    words = flags.split()
-    return words[words.index(name) + 1] if name in words else default
-
-
-def sources(job, split: str) -> list:
-    """[(file, series, what it is, how its protocol differs)] to compare a job's split with."""
-    found = PUBLISHED.get((job.script, levels(job.flags), split), [])
-    if job.variant.endswith(":openai"):  # the published network and batch
-        found = [(file, series, what, how.removeprefix(OTHER)) for file, series, what, how in found]
-    return found
-
-
-def published(job, split: str, steps: int, points: dict) -> list[Published]:
-    """Published numbers at the nearest step within 10 %: means over the last tenth where there are any."""
-    found, tenths, errors = [], reference("last_tenth"), reference("stderr")
-    for file, name, what, how in sources(job, split):
-        series = points.get((file, job.game, name), {})
-        near = [step for step in series if abs(step - steps) <= 0.1 * steps]
-        if near:
-            step = min(near, key=lambda step: abs(step - steps))
-            key = file, job.game, name
-            found.append(Published(tenths[key].get(step, series[step]), what, how, errors[key].get(step)))
-    return found
-
-
-def checkpoints(job, steps: int, points: dict) -> list:
-    """(what, [(step, score)]) of published training returns up to our number of steps."""
-    found = sources(job, "train") or sources(job, "game") or sources(job, "test")
-    curves = []
-    for file, name, what, how in [source for source in found if TRAINING in source[3]]:
-        series = sorted(points.get((file, job.game, name), {}).items())
-        curves.append((f"{what} ({how})", [point for point in series if point[0] <= 1.1 * steps]))
-    return [(what, known) for what, known in curves if known]
-
-
-def curve(path: Path) -> list[tuple[int, float, float]]:
-    """(step, mean return, number of episodes) of the rows in which episodes ended."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("episode/return") and row.get("episode/count")]
-    return [(int(row["step"]), float(row["episode/return"]), float(row["episode/count"])) for row in rows]
-
-
-def read(path: Path) -> dict:
-    """The content of a JSON file; empty if there is none or it is unreadable (which is printed)."""
-    content = matrix.read_json(path)
-    return content if isinstance(content, dict) else {}
-
-
-def cells(results: Path = RESULTS, suites=None) -> list[dict]:
-    """One entry per row of a suite and game with a result: its jobs, their results, the published numbers."""
-    points, found = reference(), []
-    for suite in suites or matrix.SUITES:
-        groups = {}
-        for job in matrix.jobs_of(suite):
-            groups.setdefault((job.variant, job.game), []).append(job)
-        for jobs in groups.values():
-            done = {}
-            for job in jobs:
-                one = read(results / suite / f"{job.name}.json")
-                if one.get("command") == " ".join(job.command):  # otherwise of earlier flags
-                    done[job.seed] = one
-            if not done:
+def read_rows(results: Path) -> list[Row]:
+    """The rows that have a result; one of earlier flags does not count."""
+    rows = {}
+    for suite, jobs in matrix.SUITES.items():
+        for job in jobs:
+            path = results / suite / f"{job.name}.json"
+            one = matrix.read_json(path)
+            if one.get("command") != " ".join(job.command):
                 continue
-            job, finished = jobs[0], [d for d in done.values() if d["status"] == "done"]
-            cell = dict(job=job, done=finished, row=job.name.rpartition("/")[0])
-            cell["failed"] = [d["error"] for d in done.values() if d["status"] == "failed"]
-            cell["steps"] = finished[0]["steps"] if finished else 0
-            cell["curves"] = {
-                d["seed"]: curve(results / suite / cell["row"] / f"seed{d['seed']}.csv") for d in finished
-            }
-            cell["splits"], cell["published"] = {}, {}
-            for split in finished[0]["eval"]["splits"] if finished else ():
-                cell["splits"][split] = [d["eval"]["splits"][split]["mean"] for d in finished]
-                cell["published"][split] = published(job, split, cell["steps"], points)
-            cell["checkpoints"] = checkpoints(job, cell["steps"], points)
-            found.append(cell)
+            row = rows.setdefault((suite, job.variant, job.game), Row(job))
+            if one["status"] == "failed":
+                row.failed.append(one)
+            if one["status"] == "done":
+                row.done.append(one)
+                if path.with_suffix(".csv").exists():
+                    row.curves[job.seed] = pd.read_csv(path.with_suffix(".csv"))
+    return list(rows.values())
+
+
+def episodes(curve: pd.DataFrame) -> pd.DataFrame:
+    """The rows in which episodes ended: step, mean return, number of episodes."""
+    curve = curve[["step", "episode/return", "episode/count"]].dropna()
+    return curve.set_axis(["step", "score", "count"], axis=1).reset_index(drop=True)
+
+
+def mean_over_episodes(rows: pd.DataFrame) -> float:
+    return (rows["score"] * rows["count"]).sum() / rows["count"].sum()
+
+
+@cache
+def reference() -> pd.DataFrame:
+    """Published scores: game, series, step (an environment step), score, last_tenth, stderr."""
+    procgen = pd.read_csv(REFERENCE / "procgen.csv")
+    procgen = procgen.rename(columns={"env": "game", "split": "series", "mean_return": "score"})
+    atari = pd.read_csv(REFERENCE / "atari.csv")
+    atari = atari.rename(columns={"env": "game", "algo": "series", "frames": "step"})
+    atari["step"] //= 4
+    return pd.concat([procgen, atari], ignore_index=True)
+
+
+def points_of(game: str, series: str) -> pd.DataFrame:
+    points = reference()
+    return points[(points["game"] == game) & (points["series"] == series)].sort_values("step")
+
+
+def sources(job: matrix.Job, split: str) -> list:
+    """(series, what it is, how its protocol differs) to compare a job's split with."""
+    levels = re.search(r"--num-levels ([1-9]\d*)", job.flags)
+    table = pd.read_csv(REFERENCE / "published.csv", dtype=str, keep_default_na=False)
+    key = (job.script, levels[1] if levels else "", split)
+    found = table[(table[["script", "levels", "split"]] == key).all(axis=1)]
+    if job.variant.endswith(":openai"):  # the published network and batch
+        found = found.assign(how=found["how"].str.removeprefix(OTHER))
+    return found[["series", "what", "how"]].to_numpy().tolist()
+
+
+def published(job: matrix.Job, split: str, steps: int) -> list[dict]:
+    """score, what it is, how its protocol differs, error: published numbers at the nearest step within 10 %.
+
+    Means over the last tenth where there are any. error: the standard error over runs, NaN if not published.
+    """
+    found = []
+    for series, what, how in sources(job, split):
+        points = points_of(job.game, series)
+        distance = (points["step"] - steps).abs()
+        if distance.min() <= 0.1 * steps:
+            point = points.loc[distance.idxmin()]
+            score = point["score"] if pd.isna(point["last_tenth"]) else point["last_tenth"]
+            found.append(dict(score=score, what=what, how=how, error=point["stderr"]))
     return found
 
 
-def number(scores: list[float], evaluation: dict | None = None) -> str:
+def rounded(score: float) -> str:
+    return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
+
+
+def number(scores: list[float], evaluations: list[dict] | None = None, text="{:.2f}".format) -> str:
     """Mean and standard error over seeds; two seeds: both; one: its standard error over episodes."""
     if len(scores) > 2:
-        return f"{statistics.mean(scores):.2f} ± {statistics.stdev(scores) / len(scores) ** 0.5:.2f}"
-    if len(scores) == 2:
-        return ", ".join(f"{score:.2f}" for score in scores)
-    error = evaluation["stderr"] if evaluation else None
-    return f"{scores[0]:.2f}" + (f" (± {error:.2f} over episodes)" if error is not None else "")
+        return f"{text(np.mean(scores))} ± {text(scipy.stats.sem(scores))}"
+    over_episodes = f" (± {evaluations[0]['stderr']:.2f} over episodes)" if evaluations and len(scores) == 1 else ""
+    return (", ".join(map(text, scores)) or "-") + over_episodes
 
 
-def last_tenth(cell: dict) -> tuple[list[float], str]:
-    """Mean training return over the last tenth of the steps, of each seed in which episodes ended; and as text."""
-    ends = [[row[1:] for row in curve if row[0] > 0.9 * cell["steps"]] for curve in cell["curves"].values()]
-    means = [sum(value * count for value, count in end) / sum(count for _, count in end) for end in ends if end]
-    episodes = sum(count for end in ends for _, count in end)
-    missing = f", {len(means)} of {len(ends)} seeds" * (len(means) < len(ends))
-    return means, f"{number(means)} ({episodes:,.0f} episodes{missing})" if means else "-"
-
-
-def differences(cell: dict, scores: list[float], theirs: list[Published]) -> str:
-    """Our evaluation minus a published one, or our last tenth of training minus a published training return."""
-    ours = [last_tenth(cell)[0] if TRAINING in entry.how else scores for entry in theirs]
-    pairs = zip(ours, theirs, strict=True)
-    return ", ".join(f"{statistics.mean(of) - entry.score:+.2f}" if of else "-" for of, entry in pairs) or "-"
-
-
-def seeds_of(cell: dict) -> str:
-    done, failed = len(cell["done"]), len(cell["failed"])
-    return f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
-
-
-def failure(cell: dict) -> str:
-    return f"failed: {cell['failed'][0].splitlines()[-1].replace('|', '/')}"
-
-
-def time_of(cell: dict) -> str:
-    """Training time, mean over the seeds of each kind of hardware."""
-    seconds = {}
-    for one in cell["done"]:
-        seconds.setdefault(machine(one), []).append(one["train_seconds"])
-    times = []
-    for name, values in seconds.items():
-        minutes = statistics.mean(values) / 60
-        times.append((f"{minutes / 60:.1f} h" if minutes >= 60 else f"{minutes:.0f} min") + f" on {name}")
-    return "; ".join(times)
-
-
-def hardware(cell: dict) -> str:
-    return "; ".join(dict.fromkeys(map(machine, cell["done"])))
+def last_tenth(row: Row) -> tuple[list[float], int]:
+    """Mean training return over the last tenth of the steps, of each seed in which episodes ended; all episodes."""
+    ends = [episodes(curve).query(f"step > {0.9 * row.steps}") for curve in row.curves.values()]
+    return [mean_over_episodes(end) for end in ends if len(end)], int(sum(end["count"].sum() for end in ends))
 
 
 def machine(one: dict) -> str:
@@ -240,312 +165,227 @@ def machine(one: dict) -> str:
     return text + (one["gpu"] or f"{one['cpu']}, {one['cores']} core" + "s" * (one["cores"] > 1))
 
 
-def commits(cell: dict) -> str:
-    """All revisions that trained a row's runs, shortened."""
-    found = (git for one in cell["done"] for git in [*one.get("git_before", ()), one["git"]])
-    return ", ".join(dict.fromkeys(map(revision, found)))
-
-
-def table(entries: list[dict]) -> list[str]:
-    """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
-    head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
-    lines = [f"| {head} |", "|" + "---|" * 9]
-    for cell in entries:
-        job, steps = cell["job"], f"{cell['steps']:,}"
-        if not cell["done"]:
-            lines.append(f"| {job.suite}, `{cell['row']}` | - | {seeds_of(cell)} | {failure(cell)} |" + " - |" * 5)
-        for split, scores in cell["splits"].items():
-            theirs = cell["published"][split]
-            row = [f"{job.suite}, `{cell['row']}` ({split})", steps, seeds_of(cell)]
-            row += [number(scores, cell["done"][0]["eval"]["splits"][split]), last_tenth(cell)[1], shown(theirs)]
-            row += [differences(cell, scores, theirs), hardware(cell), commits(cell)]
-            lines.append("| " + " | ".join(row) + " |")
-    return lines
-
-
-def shown(theirs: list) -> str:
-    errors = ["" if entry.error is None else f" ± {entry.error:.2f}" for entry in theirs]
-    texts = (f"{one.score:.2f}{error}, {one.what} ({one.how})" for one, error in zip(theirs, errors, strict=True))
-    return "; ".join(texts) or "none at these steps"
-
-
-def rounded(score: float) -> str:
-    return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
-
-
-def headlines(results: Path = RESULTS) -> list[str]:
-    """The README's rows: mean training return over the last tenth of the steps."""
-    entries = {(cell["job"].suite, cell["row"]): cell for cell in cells(results)}
-    lines = ["| script | game | steps | seeds | ours | published |", "|" + "---|" * 6]
-    random = reference()
-    for key, what in HEADLINES.items():
-        if key not in entries or not entries[key]["done"]:
-            continue
-        cell = entries[key]
-        means = last_tenth(cell)[0]
-        ours = ", ".join(map(rounded, means))
-        if len(means) > 2:
-            ours = f"{rounded(statistics.mean(means))} ± {statistics.stdev(means) / len(means) ** 0.5:.1f}"
-        known = []
-        for split, one in [(split, one) for split, found in cell["published"].items() for one in found]:
-            error = "" if one.error is None else f" ± {rounded(one.error)}"
-            evaluated = rounded(statistics.mean(cell["splits"][split]))
-            how = "" if TRAINING in one.how else f" ({one.how}; ours evaluated: {evaluated})"
-            known.append(f"{rounded(one.score)}{error}, {one.what}{how}")
-        blind = random.get(("atari", cell["job"].game, "random"), {}).get(0)
-        if blind is not None and (not known or "without" in what):
-            known.append(f"{rounded(blind)}, random play")
-        steps = f"{cell['steps'] / 1e6:.0f}M"
-        script = cell["job"].file
-        lines.append(f"| `{script}` | {what} | {steps} | {len(means)} | {ours} | {'; '.join(known)} |")
-    return lines
-
-
-PAGES = {"snd_breakout": "ppo_atari_snd"}  # the page of a variant's results
-
-
-def of_script(script: str, results: Path = RESULTS) -> list[dict]:
-    """The finished rows of LONG steps of a script and of its variants."""
-    found = [cell for cell in cells(results) if cell["done"] and cell["steps"] >= LONG]
-    return [cell for cell in found if PAGES.get(cell["job"].script, cell["job"].script) == script]
-
-
-def results_of(script: str, results: Path = RESULTS) -> list[str]:
-    """A docs page's table, its picture and the commands of its rows."""
-    entries = of_script(script, results)
-    lines = [f"![Training curves of {script}.py](images/{script}.svg)", ""]
-    lines += ["| setting | game | steps | seeds | in training | evaluated | published | time |", "|" + "---|" * 8]
-    commands = {}
-    for cell in entries:
-        job = cell["job"]
-        name = job.variant.removeprefix(f"{script}:").replace(":", " ")
-        commands.setdefault(name, job)
-        for split, scores in cell["splits"].items():
-            value = number(scores, cell["done"][0]["eval"]["splits"][split])
-            row = [name, job.game, f"{cell['steps']:,}", str(len(cell["done"])), number(last_tenth(cell)[0])]
-            lines.append("| " + " | ".join([*row, value, shown(cell["published"][split]), time_of(cell)]) + " |")
-    lines += [
-        "",
-        "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.",
-        "",
-        "```sh",
-    ]
-    for name, job in commands.items():
-        lines += [f"# {name}", " ".join(job.command)]
-    return [*lines, "```"]
-
-
-def sixteen(results: Path = RESULTS) -> list[dict]:
-    """Our runs of 1M steps in OpenAI's setting, one entry per Procgen game, and OpenAI's PPO at the same step."""
-    points, tenths, errors = reference(), reference("last_tenth"), reference("stderr")
-    with open(REFERENCE / "procgen16_1m.csv", newline="") as file:
-        logged = list(csv.DictReader(file))
-    ours = {}
-    for cell in cells(results, ["two_cores", "procgen16_1m"]):
-        if cell["job"].variant == "ppo_procgen:openai" and cell["done"]:
-            ours[cell["job"].game] = cell
-    found = []
-    for game in matrix.PROCGEN:
-        key = ("procgen", game, "all_levels_PPO")
-        low, high = (points["procgen", game, name][0] for name in ("R_min", "R_max"))
-        one = dict(game=game, low=low, high=high, theirs=tenths[key][ONE_MILLION])
-        one["deviation"] = errors[key][ONE_MILLION] * 3**0.5  # of OpenAI's three runs
-        curves = ours[game]["curves"].values() if game in ours else []
-        one["curves"] = [running_mean(rows) for rows in curves if rows]
-        one["means"] = [mean_after(0.9, *curve) for curve in one["curves"]]
-        rows = [row for row in logged if row["env"] == game]
-        one["steps"] = [int(row["step"]) for row in rows]
-        one["runs"] = [[float(row[name]) for row in rows] for name in ("run0", "run1", "run2")]
-        found.append(one)
-    return found
-
-
-ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
-
-
-def mean_after(share: float, steps: list, values: list) -> float:
-    """The mean of the values after this share of 1M steps."""
-    return statistics.mean(value for step, value in zip(steps, values, strict=True) if step > share * ONE_MILLION)
-
-
-def sixteen_table(results: Path = RESULTS) -> list[str]:
-    """Ours and OpenAI's at the end of 1M steps, z-scores, mean normalized returns.
-
-    Both are means over the updates of the last tenth, each of about 100 episodes (`running_mean`).
-    """
-    lines = ["| game | seeds | ours | OpenAI's PPO (std of 3 runs) | z |", "|" + "---|" * 5]
-    found = [one for one in sixteen(results) if one["means"]]
-    for one in found:
-        z = (statistics.mean(one["means"]) - one["theirs"]) / one["deviation"]
-        ours = ", ".join(f"{score:.2f}" for score in one["means"])
-        theirs = f"{one['theirs']:.2f} ({one['deviation']:.2f})"
-        lines.append(f"| {one['game']} | {len(one['means'])} | {ours} | {theirs} | {z:+.1f} |")
-    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
-        ours, theirs, deviation = mean_normalized(found, share)
-        title = f"**mean normalized return of {len(found)} games, {title}**"
-        z = (ours - theirs) / deviation
-        lines.append(f"| {title} | | {ours:.3f} | {theirs:.3f} ({deviation:.3f}) | {z:+.1f} |")
-    return lines
-
-
-def mean_normalized(games: list[dict], share: float) -> tuple[float, float, float]:
-    """After this share of 1M steps: our mean normalized return, OpenAI's, and the std of one such mean.
-
-    The std follows from those of the games, which are independent.
-    """
-    ours, theirs, variances = [], [], []
-    for one in games:
-        scale = one["high"] - one["low"]
-        mine = statistics.mean(mean_after(share, *curve) for curve in one["curves"])
-        runs = [mean_after(share, one["steps"], run) for run in one["runs"]]
-        ours.append((mine - one["low"]) / scale)
-        theirs.append((statistics.mean(runs) - one["low"]) / scale)
-        variances.append(statistics.variance(runs) / scale**2)
-    return statistics.mean(ours), statistics.mean(theirs), sum(variances) ** 0.5 / len(games)
-
-
-STATISTICS = {  # of training: our column -> OpenAI's, and the factor from ours to OpenAI's
-    "loss/entropy": ("loss/policy_entropy", 1),
-    "train/approx_kl": ("loss/approxkl", 1),
-    "train/clip_frac": ("loss/clipfrac", 1),
-    "loss/policy": ("loss/policy_loss", 1),
-    "loss/value": ("loss/value_loss", 0.5),
-    "train/explained_variance": ("misc/explained_variance", 1),
-    "episode/length": ("eplenmean", 1),
-}
-OUTSIDE = 4.97  # |z| of one more run of the same code is below this in 95 % of cases: Student's t of three runs
-
-
-def statistics_table(results: Path = RESULTS) -> list[str]:
-    """Statistics of training, each a mean over the updates of 1M steps: our runs compared with OpenAI's three."""
-    theirs = {}
-    with open(REFERENCE / "procgen16_1m_statistics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            theirs[row["env"], row["statistic"]] = [float(row[name]) for name in ("run0", "run1", "run2")]
-    runs = []
-    for cell in cells(results, ["two_cores", "procgen16_1m"]):
-        if cell["job"].variant == "ppo_procgen:openai":
-            for seed in cell["curves"]:
-                with open(results / cell["job"].suite / cell["row"] / f"seed{seed}.csv", newline="") as file:
-                    runs.append((cell["job"].game, list(csv.DictReader(file))))
-    lines = [f"| statistic | ours / OpenAI's, median of {len(runs)} runs | range | runs outside |", "|" + "---|" * 4]
-    for name, (original, factor) in STATISTICS.items():
-        ratios, outside = [], 0
-        for game, rows in runs:
-            ours = factor * statistics.mean(float(row[name]) for row in rows if row[name])
-            published = theirs[game, original]
-            mean = statistics.mean(published)
-            ratios.append(ours / mean)
-            outside += abs(ours - mean) > OUTSIDE * statistics.stdev(published)
-        limits = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        lines.append(f"| `{name}` | {statistics.median(ratios):.2f} | {limits} | {outside} |")
-    return lines
-
-
-def speeds(results: Path = RESULTS) -> list[dict]:
-    """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
-    first = ["cleanrl", "sb3"]
-    found = [read(path) for path in sorted((results / "speed").glob("*.json"))]
-    found = [one for one in found if "results" in one]  # without comparisons of revisions
-    for one in found:
-        command, _, flags = one["command"].partition(" -- ")
-        one["script"] = command.split()[2]
-        one["work"] = f"{one['script']} {flags}".strip()
-        one["beside"] = [*one["results"]][-1]
-    return sorted(found, key=lambda one: [*first, one["beside"]].index(one["beside"]))
-
-
-def processors(hardware: str) -> str:
-    """CPU, cores and GPU, without PyTorch's version: what `hardware` of speed.py says."""
-    parts = hardware.split(", ")
-    return ", ".join(part for part in parts if not part.startswith(("no GPU", "torch ")))
-
-
 def revision(git: str | None) -> str:
     """A commit, shortened, and whether the tree was changed."""
     return (git[:7] + "-dirty" * git.endswith("-dirty")) if git else "-"
 
 
-def speed_table(results: Path = RESULTS) -> list[str]:
+def summary(row: Row, split: str) -> dict[str, str]:
+    """The columns of a row's tables."""
+    evaluations, (means, count) = row.evaluations(split), last_tenth(row)
+    scores = [one["mean"] for one in evaluations]
+    missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
+    shown, differences = [], []
+    for one in published(row.job, split, row.steps):
+        error = "" if pd.isna(one["error"]) else f" ± {one['error']:.2f}"
+        shown.append(f"{one['score']:.2f}{error}, {one['what']} ({one['how']})")
+        ours = means if TRAINING in one["how"] else scores
+        differences.append(f"{np.mean(ours) - one['score']:+.2f}" if ours else "-")
+    hours = pd.Series([one["train_seconds"] / 3600 for one in row.done], index=map(machine, row.done))
+    hours = hours.groupby(level=0, sort=False).mean()
+    commits = (git for one in row.done for git in [*one.get("git_before", ()), one["git"]])
+    return dict(
+        steps=f"{row.steps:,}",
+        seeds=str(len(row.done)),
+        evaluation=number(scores, evaluations),
+        last_tenth=number(means),
+        training=f"{number(means)} ({count:,} episodes{missing})" if means else "-",
+        published="; ".join(shown) or "none at these steps",
+        difference=", ".join(differences) or "-",
+        hardware="; ".join(hours.index),
+        time="; ".join((f"{x:.1f} h" if x >= 1 else f"{60 * x:.0f} min") + f" on {name}" for name, x in hours.items()),
+        commits=", ".join(dict.fromkeys(map(revision, commits))),
+    )
+
+
+def markdown(head: str, rows: list) -> list[str]:
+    """A table; `head` has its columns, separated by " | "."""
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return [f"| {head} |", "|" + "---|" * len(head.split(" | ")), *lines]
+
+
+def finished(rows: list[Row]) -> list[str]:
+    """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
+    head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
+    names = ("evaluation", "training", "published", "difference", "hardware", "commits")
+    lines = []
+    for row in rows:
+        done, failed = len(row.done), len(row.failed)
+        seeds = f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
+        if failed and not done:
+            error = row.failed[0]["error"].splitlines()[-1].replace("|", "/")
+            lines.append([f"{row.job.suite}, `{row.name}`", "-", seeds, f"failed: {error}", *["-"] * 5])
+        for split in row.splits:
+            texts = summary(row, split)
+            cells = [f"{row.job.suite}, `{row.name}` ({split})", texts["steps"], seeds]
+            lines.append([*cells, *(texts[name] for name in names)])
+    return markdown(head, lines)
+
+
+PAGES = {"snd_breakout": "ppo_atari_snd"}  # the page of a variant's results
+
+
+def of_script(script: str, rows: list[Row]) -> list[Row]:
+    """The finished rows of LONG steps of a script and of its variants."""
+    return [row for row in rows if row.steps >= LONG and PAGES.get(row.job.script, row.job.script) == script]
+
+
+def setting(row: Row, script: str) -> str:
+    return row.job.variant.removeprefix(f"{script}:").replace(":", " ")
+
+
+def results_of(script: str, rows: list[Row]) -> list[str]:
+    """A docs page's table, its picture and the commands of its rows."""
+    names = ("steps", "seeds", "last_tenth", "evaluation", "published", "time")
+    lines, commands = [], {}
+    for row in of_script(script, rows):
+        commands.setdefault(setting(row, script), " ".join(row.job.command))
+        for split in row.splits:
+            texts = summary(row, split)
+            lines.append([setting(row, script), row.job.game, *(texts[name] for name in names)])
+    return [
+        f"![Training curves of {script}.py](images/{script}.svg)",
+        "",
+        *markdown("setting | game | steps | seeds | in training | evaluated | published | time", lines),
+        "",
+        "In training: mean over the episodes of the last tenth of the steps. Evaluated: 100 episodes.",
+        "",
+        "```sh",
+        *(line for name, command in commands.items() for line in (f"# {name}", command)),
+        "```",
+    ]
+
+
+ONE_MILLION = 999_424  # environment steps of OpenAI's 61st update
+WHO = ("OpenAI", "ours")
+
+
+def running_mean(curve: pd.DataFrame, least: int = 100) -> pd.DataFrame:
+    """step, score: the mean over the last rows with at least 100 episodes, as in OpenAI's logs."""
+    rows = episodes(curve)
+    count = np.cumsum([0, *rows["count"]])
+    total = np.cumsum([0, *rows["score"] * rows["count"]])
+    first = np.maximum(np.searchsorted(count, count[1:] - least, side="right") - 1, 0)
+    return pd.DataFrame(dict(step=rows["step"], score=(total[1:] - total[first]) / (count[1:] - count[first])))
+
+
+def openai_rows(rows: list[Row]) -> list[Row]:
+    """Our runs of 1M steps in OpenAI's setting."""
+    found = [row for row in rows if row.job.variant == "ppo_procgen:openai"]
+    return [row for row in found if row.job.suite in ("two_cores", "procgen16_1m")]
+
+
+def sixteen(rows: list[Row]) -> pd.DataFrame:
+    """game, who (OpenAI, ours), run, step, score, R_min, R_max, normalized: the Procgen games that we have runs of."""
+    theirs = pd.read_csv(REFERENCE / "procgen16_1m.csv").rename(columns={"env": "game"})
+    tables = [theirs.melt(["game", "step"], var_name="run", value_name="score").assign(who="OpenAI")]
+    for row in openai_rows(rows):
+        for seed, curve in row.curves.items():
+            tables.append(running_mean(curve).assign(game=row.job.game, run=f"seed{seed}", who="ours"))
+    found = pd.concat(tables)
+    found = found[found["game"].isin(found.loc[found["who"] == "ours", "game"])]
+    limits = reference().query("series in ('R_min', 'R_max')").pivot(index="game", columns="series", values="score")
+    found = found.merge(limits, on="game")
+    return found.assign(normalized=(found["score"] - found["R_min"]) / (found["R_max"] - found["R_min"]))
+
+
+def means_after(share: float, found: pd.DataFrame, column: str) -> dict:
+    """who -> game -> the mean of each run after this share of 1M steps."""
+    means = found[found["step"] > share * ONE_MILLION].groupby(["who", "game", "run"])[column].mean()
+    return {who: {game: means[who, game].to_numpy() for game in means[who].index.unique(0)} for who in WHO}
+
+
+def interquartile_mean(*games, axis=-1):
+    """The mean of the middle half of all runs of all games (Agarwal et al. 2021)."""
+    return scipy.stats.trim_mean(np.concatenate(games, axis=axis), 0.25, axis=axis)
+
+
+def interval(games: list):
+    """95 % stratified bootstrap interval of the interquartile mean: runs are drawn within each game.
+
+    games: the normalized scores of each game, with the runs on the last axis. None if a game has only one run.
+    """
+    if min(np.shape(game)[-1] for game in games) < 2:
+        return None
+    options = dict(vectorized=True, axis=-1, method="percentile", n_resamples=2000, batch=100, rng=0)
+    return scipy.stats.bootstrap(games, interquartile_mean, **options).confidence_interval
+
+
+def sixteen_table(rows: list[Row]) -> list[str]:
+    """Ours and OpenAI's at the end of 1M steps, z-scores, normalized returns: means of `running_mean` over updates."""
+    lines, found = [], sixteen(rows)
+    for game, runs in means_after(0.9, found, "score")["ours"].items():
+        point = points_of(game, "all_levels_PPO").set_index("step").loc[ONE_MILLION]
+        theirs, deviation = point["last_tenth"], point["stderr"] * 3**0.5  # of OpenAI's three runs
+        ours = ", ".join(f"{score:.2f}" for score in runs)
+        z = f"{(runs.mean() - theirs) / deviation:+.1f}"
+        lines.append([game, str(len(runs)), ours, f"{theirs:.2f} ({deviation:.2f})", z])
+    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
+        theirs, ours = (list(means_after(share, found, "normalized")[who].values()) for who in WHO)
+        means = [np.mean([runs.mean() for runs in each]) for each in (theirs, ours)]
+        # The std of one such mean follows from those of the games, which are independent.
+        deviation = np.sum([runs.var(ddof=1) for runs in theirs]) ** 0.5 / len(theirs)
+        cells = [f"{means[1]:.3f}", f"{means[0]:.3f} ({deviation:.3f})", f"{(means[1] - means[0]) / deviation:+.1f}"]
+        lines.append([f"**mean normalized return of {len(theirs)} games, {title}**", "", *cells])
+        cells = []
+        for each in (ours, theirs):
+            limits = interval(each)
+            bounds = f" [{limits.low:.3f}, {limits.high:.3f}]" if limits else ""
+            cells.append(f"{interquartile_mean(*each):.3f}{bounds}")
+        lines.append([f"**interquartile mean, {title}**", "", *cells, ""])
+    return markdown("game | seeds | ours | OpenAI's PPO (std of 3 runs) | z", lines)
+
+
+def speeds() -> list[dict]:
+    """The files of results/speed except comparisons of revisions: CleanRL first, then other libraries."""
+    found = [matrix.read_json(path) for path in sorted((RESULTS / "speed").glob("*.json"))]
+    found = [one for one in found if "results" in one]
+    for one in found:
+        command, _, flags = one["command"].partition(" -- ")
+        one["work"] = f"`{command.split()[2]} {flags}`".replace(" `", "`")
+        one["beside"] = list(one["results"])[-1]  # "script" if it was compared with nothing
+        wall = one.get("wall_ratios")
+        one["ratio"] = f"**{np.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})" if wall else "-"
+        parts = one["hardware"].split(", ")
+        one["processor"] = [part for part in parts if not part.startswith(("no GPU", "torch "))]  # CPU, cores, GPU
+    return sorted(found, key=lambda one: ["cleanrl", "sb3", one["beside"]].index(one["beside"]))
+
+
+def speed_table(rows: list[Row]) -> list[str]:
     """One line per file of results/speed: steps/s of both, their ratio in wall and CPU time, hardware, commit."""
-    head = ["script and flags", "steps/s", "compared with, its steps/s", "ratio, wall time", "per CPU second"]
-    head += ["memory", "processor", "commit"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for found in speeds(results):
-        ours, name, theirs = found["results"]["script"], found["beside"], [*found["results"].values()][-1]
-        row = [f"`{found['work']}`", ", ".join(f"{r['sps']:,.0f}" for r in ours)]
-        if name != "script":
-            wall, cpu = found["wall_ratios"], [ratio for ratio in found["cpu_ratios"] if ratio == ratio]
-            of = f" {revision(found['source'])}" if "source" in found else ""
-            row += [f"{name}{of}: " + ", ".join(f"{r['sps']:,.0f}" for r in theirs)]
-            row += [f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"]
-            row += [f"{statistics.median(cpu):.2f}" if cpu else "-"]
-        else:
-            row += ["-", "-", "-"]
-        row += [f"{max(r['peak_gib'] for r in ours):.2f} GiB"]
-        row += [processors(found["hardware"]), revision(found["git"])]
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
-
-
-SHARES = ("learner", "acting")
-
-
-def floor_table(results: Path = RESULTS) -> list[str]:
-    """One line per file of results/floor: learner and acting compared with their layers alone."""
-    head = ["script and flags", "matrix product", "layers alone", "learner", "share", "forward only", "acting", "share"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * 8]
-    for path in sorted((results / "floor").glob("*.json")):
-        one = read(path)
-        if not one:
-            continue
-        layers = f"{one['layers_alone_rows_per_s']:,.0f} rows/s, {one['layers_alone_gflops']:.0f} GFLOP/s"
-        row = [f"`{one['script']} {one['flags']}`".replace(" `", "`"), f"{one['matrix_product_gflops']:.0f} GFLOP/s"]
-        spans = {name: "{:.2f} to {:.2f}".format(*(f(one[f"{name}_shares"]) for f in (min, max))) for name in SHARES}
-        row += [layers, f"{one['learner_rows_per_s']:,.0f}", f"**{one['learner_share']:.2f}** ({spans['learner']})"]
-        row += [f"{one['forward_rows_per_s']:,.0f} (batch {one['acting_batch']})", f"{one['acting_rows_per_s']:,.0f}"]
-        row += [f"**{one['acting_share']:.2f}** ({spans['acting']})"]
-        lines.append("| " + " | ".join(row) + " |")
-    return lines
-
-
-def speed_headlines(results: Path = RESULTS) -> list[str]:
-    """The README's rows: those compared with CleanRL, a column for each machine."""
-    rows = {}
-    for found in speeds(results):
-        if found["beside"] == "cleanrl":
-            wall = found["wall_ratios"]
-            _, cores, *gpu = processors(found["hardware"]).split(", ")
-            ratio = f"**{statistics.median(wall):.2f}** ({min(wall):.2f} to {max(wall):.2f})"
-            rows.setdefault(found["work"], {})[", ".join([*gpu, cores])] = ratio
-    machines = dict.fromkeys(machine for ratios in rows.values() for machine in ratios)
-    lines = ["| script and flags | " + " | ".join(machines) + " |", "|" + "---|" * (1 + len(machines))]
-    for work, ratios in rows.items():
-        lines.append(" | ".join([f"| `{work}`", *(ratios.get(machine, "-") for machine in machines)]) + " |")
-    return lines
-
-
-def finished(results: Path = RESULTS) -> list[str]:
-    return table(cells(results))
+    head = "script and flags | steps/s | compared with, its steps/s | ratio, wall time | per CPU second"
+    lines = []
+    for one in speeds():
+        rates = {name: ", ".join(f"{run['sps']:,.0f}" for run in runs) for name, runs in one["results"].items()}
+        ours, beside = rates.pop("script"), "-"
+        for name, theirs in rates.items():
+            beside = f"{name} {revision(one['source'])}: {theirs}" if "source" in one else f"{name}: {theirs}"
+        cpu = f"{np.median(one['cpu_ratios']):.2f}" if rates else "-"
+        peak = f"{max(run['peak_gib'] for run in one['results']['script']):.2f} GiB"
+        cells = [one["work"], ours, beside, one["ratio"], cpu, peak, ", ".join(one["processor"]), revision(one["git"])]
+        lines.append(cells)
+    return markdown(f"{head} | memory | processor | commit", lines)
 
 
 PER_FILE = {  # the tables between marks, by file
-    "README.md": dict(results=headlines, speed=speed_headlines),
+    "README.md": {},
     "benchmark/README.md": dict(results=finished),
-    "docs/performance.md": dict(speed=speed_table, floor=floor_table),
-    **{f"docs/{name}.md": dict(results=lambda results, name=name: results_of(name, results)) for name in SCRIPTS},
+    "docs/performance.md": dict(speed=speed_table),
+    "docs/metrics.md": {},
+    "docs/ppo_procgen.md": dict(procgen16=sixteen_table),
+    "docs/ppo_atari_rnd.md": {},
+    "docs/ppo_atari_snd.md": {},
+    **{f"docs/{name}.md": dict(results=partial(results_of, name)) for name in ("impala_procgen", "appo_atari")},
 }
-PER_FILE["docs/ppo_procgen.md"] |= dict(procgen16=sixteen_table, statistics=statistics_table)
 
 
-def filled(text: str, tables: dict, results: Path = RESULTS) -> str:
+def filled(text: str, tables: dict, rows: list[Row]) -> str:
     """The text with the present tables between <!-- NAME --> and <!-- end of NAME -->."""
     for name, lines in tables.items():
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        if begin in text:
-            head, _, rest = text.partition(begin)
-            tail = rest.split(end, 1)[1]  # an IndexError rather than a cut page
-            text = "\n".join([head + begin, *lines(results), end + tail])
+        head, _, rest = text.partition(begin)
+        tail = rest.split(end, 1)[1]  # an IndexError rather than a cut page
+        text = "\n".join([head + begin, *lines(rows), end + tail])
     return text
 
 
@@ -566,19 +406,28 @@ def relinked(text: str) -> str:
     return LINK.sub(link, text)
 
 
-def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
-    """All Procgen games: our curves in OpenAI's setting and those of OpenAI's three runs, both running means."""
-    figure, axes = pyplot.subplots(4, 4, figsize=(8.4, 7.2), sharex=True, layout="constrained")
-    for panel, one in zip(axes.flat, sixteen(results), strict=True):
-        for means in one["runs"]:
-            panel.plot([step / 1e6 for step in one["steps"]], means, "0.6", linewidth=0.8)
-        for steps, means in one["curves"]:
-            panel.plot([step / 1e6 for step in steps], means, "C0", linewidth=1.2)
-        panel.axhline(one["low"], color="grey", linestyle=":", linewidth=1)
-        panel.set_title(one["game"], fontsize=10)
+def draw_sixteen(rows: list[Row]):
+    """All Procgen games in OpenAI's setting, our runs and OpenAI's three, and the interquartile mean of all."""
+    figure = pyplot.figure(figsize=(8.4, 9), layout="constrained")
+    panels = figure.subplot_mosaic([*np.arange(16).reshape(4, 4).tolist(), ["all"] * 4], sharex=True)
+    found = sixteen(rows)
+    for panel, (game, part) in zip(panels.values(), found.groupby("game"), strict=False):
+        for (who, _), run in part.groupby(["who", "run"]):
+            color, width = ("C0", 1.2) if who == "ours" else ("0.6", 0.8)
+            panel.plot(run["step"] / 1e6, run["score"], color, linewidth=width)
+        panel.axhline(part["R_min"].iloc[0], color="grey", linestyle=":", linewidth=1)
+        panel.set_title(game, fontsize=10)
+    table = found.pivot(index="step", columns=["who", "game", "run"], values="normalized")
+    table = table.interpolate("index", limit_direction="both")  # updates in which no episode ended
+    for who, color in (("OpenAI", "0.6"), ("ours", "C0")):
+        scores = [runs.T.to_numpy() for _, runs in table[who].T.groupby("game")]
+        panels["all"].plot(table.index / 1e6, interquartile_mean(*scores), color)
+        if limits := interval(scores):
+            panels["all"].fill_between(table.index / 1e6, *limits, color=color, alpha=0.3, linewidth=0)
+    panels["all"].set_title("interquartile mean of normalized returns, 95 % bootstrap interval", fontsize=10)
+    for panel in panels.values():
         panel.tick_params(labelsize=8)
-        panel.set_xlim(0, 1.05)
-        panel.set_xticks([0, 0.5, 1])
+        panel.set(xlim=(0, 1.05), xticks=[0, 0.5, 1])
     lines = [
         pyplot.Line2D([], [], color="C0", label="ppo_procgen.py, one line per seed"),
         pyplot.Line2D([], [], color="0.6", label="OpenAI's PPO, one line per run"),
@@ -587,40 +436,37 @@ def draw_sixteen(path: Path, pyplot, results: Path = RESULTS):
     figure.legend(handles=lines, loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     figure.supxlabel("million environment steps", fontsize=10)
     figure.supylabel("training return", fontsize=10)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
-def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
-    """A docs page's picture: a panel per game, a color per setting, a line per seed, published points.
-
-    A game whose only runs are in procgen16.svg has no panel here.
-    """
+def draw_script(script: str, rows: list[Row]):
+    """A panel per game that is not only in procgen16.svg, a color per setting, a line per seed, published points."""
     games, colors = {}, {}
-    for cell in of_script(script, results):
-        games.setdefault(cell["job"].game, []).append(cell)
-    for game, group in list(games.items()):
-        if all(cell["job"].suite == "procgen16_1m" for cell in group):
-            del games[game]
+    for row in of_script(script, rows):
+        games.setdefault(row.job.game, []).append(row)
+    games = {game: group for game, group in games.items() if {row.job.suite for row in group} != {"procgen16_1m"}}
     columns = min(len(games), 3)
-    rows = -(-len(games) // columns)
-    size = (max(4.2, 2.8 * columns), 2.9 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    lines = -(-len(games) // columns)
+    size = (max(4.2, 2.8 * columns), 2.9 * lines)
+    figure, axes = pyplot.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
-        points = {}
-        for cell in group:
-            setting = cell["job"].variant.removeprefix(f"{script}:").replace(":", " ")
-            color = colors.setdefault(setting, f"C{len(colors)}")
-            for i, values in enumerate(filter(None, cell["curves"].values())):
-                steps, means = smooth(values, values[-1][0] / 50)
-                steps = [step / 1e6 for step in steps]
-                panel.plot(steps, means, color, linewidth=1.2, label=setting if i == 0 else None)
-            for what, known in cell["checkpoints"]:
-                what = what.split(" (")[0]
-                points[what] = max(points.get(what, []), known, key=len)  # up to our longest run's end
-        for marker, (what, known) in zip("o^v", points.items(), strict=False):
-            steps, scores = zip(*known, strict=True)
-            panel.plot([step / 1e6 for step in steps], scores, f"k{marker}", markersize=4, label=what)
+        for row in group:
+            label = setting(row, script)
+            color = colors.setdefault(label, f"C{len(colors)}")
+            for curve in map(episodes, row.curves.values()):
+                if len(curve):
+                    means = smooth(curve)
+                    panel.plot(means.index / 1e6, means, color, linewidth=1.2, label=label)
+                    label = None
+        longest = max(group, key=lambda row: row.steps)
+        known = {}  # published training returns
+        for row in group:
+            for series, what, how in sources(row.job, "train") or sources(row.job, "game") or sources(row.job, "test"):
+                points = points_of(game, series).query(f"step <= {1.1 * longest.steps}")
+                if TRAINING in how and len(points):
+                    known[what] = points
+        for marker, (what, points) in zip("o^v", known.items(), strict=False):
+            panel.plot(points["step"] / 1e6, points["score"], f"k{marker}", markersize=4, label=what)
         panel.set_title(game, fontsize=10)
         panel.tick_params(labelsize=8)
         panel.legend(fontsize=7, frameon=False)
@@ -628,75 +474,109 @@ def draw_script(path: Path, script: str, pyplot, results: Path = RESULTS):
         panel.remove()
     figure.supxlabel("million environment steps", fontsize=9)
     figure.supylabel("training return", fontsize=9)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
-def draw(folder: Path = ROOT / "docs" / "images"):
+def smooth(rows: pd.DataFrame, windows: int = 50) -> pd.Series:
+    """Mean returns of the windows of steps, by the last step of each."""
+    window = (rows["step"] - 1) // (rows["step"].iloc[-1] / windows)
+    return pd.Series({part["step"].iloc[-1]: mean_over_episodes(part) for _, part in rows.groupby(window)})
+
+
+def draw(rows: list[Row], folder: Path = ROOT / "docs" / "images"):
     """All pictures, as SVG without a date."""
-    import matplotlib
-
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(exist_ok=True)
     pyplot.rcParams |= {"svg.hashsalt": "0", "axes.spines.top": False, "axes.spines.right": False}
-    pyplot.rcParams["savefig.format"] = "svg"
-    draw_sixteen(folder / "procgen16.svg", pyplot)
-    for script in SCRIPTS:
-        if of_script(script):
-            draw_script(folder / f"{script}.svg", script, pyplot)
+    figures = {"procgen16": draw_sixteen(rows)}
+    figures |= {script: draw_script(script, rows) for script in SCRIPTS if of_script(script, rows)}
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        pyplot.close(figure)
 
 
-def smooth(values: list, window: float) -> tuple[list, list]:
-    """Rows (step, mean return, episodes) -> last steps and mean returns of the windows of steps."""
-    windows = {}
-    for step, score, episodes in values:
-        windows.setdefault(int((step - 1) // window), []).append((step, score, episodes))
-    steps = [part[-1][0] for part in windows.values()]
-    means = [sum(score * n for _, score, n in part) / sum(n for *_, n in part) for part in windows.values()]
-    return steps, means
+def export(rows: list[Row], path: Path):
+    """All curves in one table with the columns script (suite/script-setting), game, seed, step, metric, value."""
+    tables = []
+    for row in rows:
+        for seed, curve in row.curves.items():
+            table = curve.drop(columns="iteration", errors="ignore").melt("step", var_name="metric").dropna()
+            script = f"{row.job.suite}/{row.job.variant.replace(':', '-')}"
+            tables.append(table.assign(script=script, game=row.job.game, seed=seed))
+    curves = pd.concat(tables)[["script", "game", "seed", "step", "metric", "value"]]
+    write = curves.to_parquet if path.suffix == ".parquet" else curves.to_csv
+    write(path, index=False)
 
 
-def running_mean(values: list, episodes: int = 100) -> tuple[list, list]:
-    """Rows (step, mean return, episodes) -> steps, and the mean over the last rows with at least 100 episodes.
+def returns_of(place: str) -> dict:
+    """(row, split) -> returns of each seed's evaluation, in a folder of results or in a commit's benchmark/results."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(place)
+        if not folder.is_dir():
+            archive = Path(temporary, "results.zip")
+            git = ["git", "-C", str(ROOT), "archive", "--output", str(archive), place, "benchmark/results"]
+            if subprocess.run(git, capture_output=True).returncode:
+                raise ValueError(f"{place}: neither a folder nor a commit with results")
+            shutil.unpack_archive(archive, temporary)
+            folder = Path(temporary, "benchmark", "results")
+        found = {}
+        for path in sorted(folder.glob("*/*/*/seed*.json")):
+            evaluation = matrix.read_json(path).get("eval") or {"splits": {}}
+            for split, one in evaluation["splits"].items():
+                found.setdefault((str(path.parent.relative_to(folder)), split), []).append(one["returns"])
+        return found
 
-    OpenAI's logs have the mean of the last 100 episodes.
+
+def compare(before: str, after: str) -> list[str]:
+    """For each row that differs: evaluations, the difference and its 95 % interval (Welch's t).
+
+    The interval is over seeds, or over episodes if a side has only one seed: then it is too narrow.
     """
-    means = []
-    for i in range(len(values)):
-        total = count = 0
-        for _, score, n in reversed(values[: i + 1]):
-            total += score * n
-            count += n
-            if count >= episodes:
-                break
-        means.append(total / count)
-    return [step for step, *_ in values], means
+    old, new = returns_of(before), returns_of(after)
+    lines = []
+    for row, split in [key for key in new if key in old]:
+        a, b = old[row, split], new[row, split]
+        if a == b:
+            continue
+        over = "seeds" if min(len(a), len(b)) > 1 else "episodes"
+        a, b = ([np.mean(seed) for seed in each] if over == "seeds" else np.concatenate(each) for each in (a, b))
+        limits = scipy.stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+        difference = f"{np.mean(b) - np.mean(a):+.2f} ({limits.low:+.2f} to {limits.high:+.2f})"
+        means, over = [f"{np.mean(each):.2f}" for each in (a, b)], f"{len(a)}, {len(b)} {over}"
+        lines.append([f"`{row}` ({split})", *means, difference, over])
+    return markdown("row | A | B | B - A (95 % interval) | over", lines)
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a text is out of date")
     parser.add_argument("--results", type=Path, help="another folder of results; writes README.md there")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="folders of results, or commits")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write all curves to a .parquet or .csv file")
     options = parser.parse_args(argv)
     if options.results and not options.results.is_dir():
         parser.error(f"--results {options.results}: no such folder")
-    files = {}
+    if options.compare:
+        try:
+            print("\n".join(compare(*options.compare)))
+        except ValueError as error:
+            parser.error(f"--compare {error}")
+        return 0
+    rows = read_rows(options.results or RESULTS)
+    if options.export:
+        export(rows, options.export)
+        return 0
     if options.results:
-        files[options.results / "README.md"] = "\n".join(["# Results", "", *finished(options.results), ""])
-    else:
-        for name in (*PER_FILE, "docs/metrics.md"):
-            text = (ROOT / name).read_text()
-            files[ROOT / name] = relinked(filled(text, PER_FILE.get(name, {})))
+        (options.results / "README.md").write_text("\n".join(["# Results", "", *finished(rows), ""]))
+        return 0
+    old = {name: (ROOT / name).read_text() for name in PER_FILE}
+    new = {name: relinked(filled(text, PER_FILE[name], rows)) for name, text in old.items()}
     if options.check:
-        old = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-        print("\n".join(f"{path}: out of date, run benchmark/report.py" for path in old) or "up to date")
-        return int(bool(old))
-    for path, text in files.items():
-        matrix.write_atomically(path, text)
-    if not options.results:
-        draw()
+        changed = [name for name in new if new[name] != old[name]]
+        print("\n".join(f"{name}: out of date, run benchmark/report.py" for name in changed) or "up to date")
+        return int(bool(changed))
+    for name, text in new.items():
+        (ROOT / name).write_text(text)
+    draw(rows)
     return 0
 
 

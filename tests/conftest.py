@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmark" / "variants"
 STEMS = [path.stem for path in (*ROOT.glob("*.py"), *FOLDER.glob("*.py"))]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark"), str(ROOT / "docs")]
 
 NEXT_STEP, SAME_STEP = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP
 LOSSES = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/clip_frac", "train/grad_norm")

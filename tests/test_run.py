@@ -1,210 +1,175 @@
 """benchmark/run.py: finished jobs are not run again, killed ones continue, failures are recorded."""
 
-import fcntl
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import envpool.procgen
+import pandas as pd
+import pytest
 import run
+import submitit
 import torch
 import tyro
 
 from conftest import ROOT, read
 
-TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4 --eval-episodes 2 --device cpu"
+TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --channels 4 4 4 --device cpu --eval-episodes"
 
 
-def cell(total, extra=""):
-    return run.Job("smoke", "ppo_procgen", "starpilot", 1, f"{TINY} --total-timesteps {total} {extra}".strip())
+def job_of(total, game="starpilot", episodes=2):
+    return run.Job("smoke", "ppo_procgen", game, 1, f"{TINY} {episodes} --total-timesteps {total}")
 
 
-def result(tmp_path, name="ppo_procgen/starpilot/seed1"):
-    return json.loads((tmp_path / "results" / "smoke" / f"{name}.json").read_text())
+def result(tmp_path, job):
+    return json.loads((tmp_path / "smoke" / f"{job.name}.json").read_text())
 
 
-def flags_of(tmp_path):
-    return ["--suite", "smoke", "--jobs", "2", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+def flags_of(tmp_path, *flags):
+    return ["--suite", "smoke", "--results", str(tmp_path), *flags]
 
 
-def bench(tmp_path, monkeypatch, rows, *flags):
-    """The exit status of run.py on these jobs; files under tmp_path."""
-    monkeypatch.setitem(run.SUITES, "smoke", rows)
-    return run.main([*flags_of(tmp_path), *flags])
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """bench(jobs, *flags): the exit status of run.py, in this process (submitit's debug executor)."""
+    monkeypatch.setattr(submitit, "LocalExecutor", submitit.DebugExecutor)
+
+    def main(jobs, *flags):
+        monkeypatch.setitem(run.SUITES, "smoke", jobs)
+        return run.main(flags_of(tmp_path, *flags))
+
+    return main
 
 
-def test_cells_are_run_once_and_recorded(tmp_path, monkeypatch, capsys):
+def test_jobs_are_run_once_and_recorded(tmp_path, bench, capsys):
     """A failure does not stop the others and runs again on request only; a run without a checkpoint starts again."""
-    job = cell(150)
-    rows = [("ppo_procgen", ["nogame", "starpilot"], 1, job.flags)]
-    assert bench(tmp_path, monkeypatch, rows, "--list") == 0
-    assert capsys.readouterr().out.splitlines()[1] == f"open     {' '.join(job.command)}"
-    stopped = tmp_path / "runs" / job.folder
-    stopped.mkdir(parents=True)
-    (stopped / "metrics.csv").write_text("step\n1\n")  # of a run that has no checkpoint yet
-    assert bench(tmp_path, monkeypatch, rows) == 1 and "1 done, 1 failed" in capsys.readouterr().out
-    failed = result(tmp_path, "ppo_procgen/nogame/seed1")
+    jobs = [job_of(150, game="nogame"), job_of(150)]
+    assert bench(jobs, "--list") == 0 and f"\nopen     {' '.join(jobs[1].command)}\n" in capsys.readouterr().out
+    folder = tmp_path / "runs" / jobs[1].folder
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").write_text("step\n1\n")  # of a run that has no checkpoint yet
+    assert bench(jobs) == 1 and "1 done, 1 failed" in capsys.readouterr().out
+    failed, found = (result(tmp_path, job) for job in jobs)
     assert failed["status"] == "failed" and failed["error"].startswith("ppo_procgen.py: --env-id nogame: ")
-    found = result(tmp_path)
     assert found["status"] == "done" and found["steps"] == 128 and found["error"] is None and found["cores"]
-    assert found["command"] == f"python ppo_procgen.py --env-id starpilot --seed 1 {TINY} --total-timesteps 150"
-    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["envpool"]
-    assert found["git"] is not None and found["cpu"] and len(found["eval"]["splits"]["test"]["returns"]) >= 2
-    monkeypatch.setattr(subprocess, "Popen", None)  # nothing is started again
-    assert bench(tmp_path, monkeypatch, rows) == 0 and "nothing to do" in capsys.readouterr().out
-    assert bench(tmp_path, monkeypatch, rows, "--retry") == 1  # tries to: an error of run.py itself
-    assert "Traceback" in capsys.readouterr().err
+    assert found["command"] == f"python ppo_procgen.py --env-id starpilot --seed 1 {TINY} 2 --total-timesteps 150"
+    assert found["versions"]["torch"] == torch.__version__ and found["git"] is not None and found["cpu"]
+    assert len(found["eval"]["splits"]["test"]["returns"]) >= 2
+    rows = read(folder)
+    assert found["train_seconds"] == pytest.approx(sum(64 / float(row["time/sps"]) for row in rows), abs=0.1)
+    curve = pd.read_csv(tmp_path / "smoke" / f"{jobs[1].name}.csv")
+    assert list(curve) == list(rows[0]) and list(curve["step"]) == [64, 128]
+    assert bench(jobs) == 0 and "nothing to do" in capsys.readouterr().out
+    assert [run.state(job_of(total), tmp_path) for total in (150, 192)] == ["done", "open"]  # other flags
+    assert job_of(150).folder != job_of(192).folder
+    lock = open(f"{tmp_path}/runs/{jobs[0].folder}.lock", "w")
+    run.fcntl.flock(lock, run.fcntl.LOCK_EX)  # another run.py trains it
+    assert bench(jobs, "--retry") == 0 and "1 busy" in capsys.readouterr().out
 
 
-def test_other_flags_begin_anew(tmp_path):
-    """With other flags, an earlier result does not count and an earlier run is not continued."""
-    changes = ["", "--gamma 0.5", "--precision bf16", "--total-timesteps 192"]
-    assert len({cell(128, change).folder for change in changes}) == len(changes)
-    run.record(cell(128), ("", {"status": "done", "command": " ".join(cell(128).command)}), tmp_path)
-    assert [run.state(cell(128, change), tmp_path) for change in changes] == ["done", "open", "open", "open"]
+def test_killed_jobs_continue(tmp_path):
+    """After SIGKILL of all processes at most the unsaved rows are lost; SIGTERM loses nothing and ends all of them."""
+    job, history = job_of(640_000, episodes=0), []  # more than it could do in the meantime
+    folder, log, iterations = tmp_path / "runs" / job.folder, tmp_path / "runs" / f"{job.folder}.log", 0
+    code = f"import run, sys; run.SUITES['smoke'] = [run.{job}]; sys.exit(run.main({flags_of(tmp_path)}))"
+    for number, status in ((signal.SIGKILL, -9), (signal.SIGTERM, 130)):
+        started = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "benchmark", start_new_session=True)
+        before, iterations = iterations, 0
+        while iterations < before + 2:
+            assert started.poll() is None
+            time.sleep(0.1)
+            iterations = log.read_text().count("\nstep ") if log.exists() else 0
+        (os.killpg if number == signal.SIGKILL else os.kill)(started.pid, number)
+        assert started.wait() == status
+        rows = read(folder)
+        saved = torch.load(folder / "checkpoint.pt", weights_only=True)["step"] // 64
+        assert saved == len(rows) or (saved < len(rows) and number == signal.SIGKILL)
+        assert rows[: len(history)] == history
+        history = rows[:saved]
+    with open(f"{folder}.lock") as lock:
+        run.fcntl.flock(lock, run.fcntl.LOCK_EX | run.fcntl.LOCK_NB)  # free: training has ended
+    short = job_of(64 * (saved + 1), episodes=0)
+    folder.rename(tmp_path / "runs" / short.folder)
+    code = code.replace(str(job), str(short))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmark", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"done     smoke {job.name}\n1 done\n", done.stderr
+    assert result(tmp_path, short)["steps"] == 64 * (saved + 1) and result(tmp_path, short)["eval"] is None
+    assert read(tmp_path / "runs" / short.folder)[:saved] == history
 
 
-def test_what_is_done(tmp_path, monkeypatch):
-    """All iterations and an evaluation after the last one, not of an earlier step; all revisions and machines."""
-    job, folder = run.Job("smoke", "ppo_procgen", "starpilot", 1, "--total-timesteps 150"), tmp_path / "run"
+def test_slurm_array(tmp_path, monkeypatch):
+    """sbatch gets one task per job, with the parameters; a task runs its own job and records it."""
+    jobs = [job_of(64, game=game) for game in ("starpilot", "nogame", "bigfish")]
+    monkeypatch.setitem(run.SUITES, "smoke", jobs)
+    (tmp_path / "sbatch").write_text(f"#!/bin/bash\ncp $1 {tmp_path}/script; echo Submitted batch job 7\n")
+    (tmp_path / "srun").write_text(
+        '#!/bin/bash\nwhile [[ $1 == --* ]]; do [[ $1 == *ed ]] || shift; shift; done\n"$@"\n'
+    )
+    subprocess.run(["chmod", "+x", tmp_path / "sbatch", tmp_path / "srun"], check=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert run.main(flags_of(tmp_path, "--slurm", "time=90", "partition=gpu", "array_parallelism=2")) == 0
+    script = (tmp_path / "script").read_text()
+    lines = ("--array=0-2%2", "--partition=gpu", "--time=90", "--gpus-per-node=1", "--signal=USR2@120")
+    assert {f"#SBATCH {line}" for line in lines} <= {*script.splitlines()}
+    for i, job in enumerate(jobs):
+        task = pickle.loads((tmp_path / "runs" / "submitit" / f"7_{i}_submitted.pkl").read_bytes())
+        assert isinstance(task.function, run.Training) and task.args[0] == job
+    task = dict(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1", SLURM_JOB_ID="8")
+    subprocess.run(["bash", tmp_path / "script"], cwd=ROOT / "benchmark", env=os.environ | task, check=True)
+    assert result(tmp_path, jobs[1])["status"] == "failed" and len(list(tmp_path.glob("smoke/*/*/*"))) == 1
+
+
+def test_revisions_and_machines(tmp_path, monkeypatch):
+    """The last start's, and those of earlier ones; one that ended before its first iteration counts for nothing."""
+    job, folder, said = run.Job("smoke", "ppo_procgen", "starpilot", 1, ""), tmp_path / "run", {}
     folder.mkdir()
-    said = {}
     monkeypatch.setattr(run.shutil, "which", lambda name: name)
-    monkeypatch.setattr(run.subprocess, "run", lambda command, **_: SimpleNamespace(stdout=f"{said[command[0]]}\n"))
-    parts = ((0, "old", "GPU"), (16, "new", "GPU"), (32, "", ""), (32, "old", ""), (128, "new", ""))
-    for i, (step, git, gpu) in enumerate(parts):  # the third one was stopped before its first iteration had ended
+    monkeypatch.setattr(run, "output_of", lambda command: said[command[0]])
+    parts = ((0, "old", "GPU"), (16, "new", "GPU"), (32, "", None), (32, "old", None), (128, "new", None))
+    for i, (step, git, gpu) in enumerate(parts):
         said.update({"git": git, sys.executable: gpu})
         run.note_start(job, folder)
-        config = {"args": {"total_timesteps": 150, "threads": i}}
-        (folder / f"config-{step}.json").write_text(json.dumps(config))
-    for last, evaluated, status in ((2, 128, "done"), (1, 64, "open"), (2, 64, "open"), (0, 128, "open")):
-        lines = [f"{64 * i},{i},32.0,1" for i in range(1, last + 1)]
-        (folder / "metrics.csv").write_text("\n".join(["step,iteration,time/sps,episode/count", *lines, ""]))
-        (folder / "eval.json").write_text(json.dumps({"step": evaluated, "splits": {}}))
-        found = run.collect(job, folder)[1]
-        assert found["status"] == status and found["train_seconds"] == 2 * last
-        assert found["git"] == "new" and found["git_before"] == ["old"] and found["cores"] == 4
-        assert found["gpu"] is None and found["cpu"] and found["machines_before"] == {"GPU": 32}
+        (folder / f"config-{step}.json").write_text(json.dumps({"args": {"threads": i}}))
+    assert run.record(job, folder, tmp_path, None) == "done"
+    found = result(tmp_path, job)
+    assert found["git"] == "new" and found["git_before"] == ["old"] and found["cores"] == 4
+    assert found["gpu"] is None and found["cpu"] and found["machines_before"] == {"GPU": 32}
 
 
-def test_damaged_files_are_named(tmp_path, capsys):
-    """An empty or half JSON or one of no object, a NUL or half row: the file is named, what is left counts."""
-    folder, path = tmp_path / "run", tmp_path / "smoke" / "ppo_procgen" / "starpilot" / "seed1.json"
-    folder.mkdir()
-    path.parent.mkdir(parents=True)
-    header = "step,iteration,time/sps,episode/count"
-    (folder / "metrics.csv").write_text(f"\ufeff{header}\n64,1,32.0,1\n\0\0\n128,2,32.0,1\n192,3,\n256")
-    damaged = {folder / "config-0.json": "[1", tmp_path / "run.json": "null", folder / "eval.json": "", path: ""}
-    for file, content in damaged.items():
-        file.write_text(content)
-    text, found = run.collect(cell(150), folder)
-    assert found["status"] == "open" and found["steps"] == 128 and len(text.splitlines()) == 3
-    assert run.state(cell(150), tmp_path) == "open"
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[0] for line in lines] == [str(file) for file in damaged]
-
-
-def test_threads(tmp_path, monkeypatch):
-    """One job at a time: the script chooses; several: they share the cores; --threads: this many."""
-    used = []
-    monkeypatch.setattr(run, "available_cores", lambda: 9)
-    monkeypatch.setattr(run, "execute", lambda job, runs, threads, *rest: used.append(threads))
-    for games, flags in ((1, []), (3, []), (3, ["--threads", "3"]), (3, ["--jobs", "1"])):
-        assert bench(tmp_path, monkeypatch, [("ppo_procgen", ["starpilot"], games, "")], *flags) == 0
-    assert used == [0, *[4] * 3, *[3] * 3, *[0] * 3]
-
-
-def test_a_killed_process_says_so(tmp_path, monkeypatch):
-    """The recorded error has the exit status, not only the last lines."""
-    script = tmp_path / "killed.py"
-    script.write_text("import os; print('training', flush=True); os.kill(os.getpid(), 9)")
-    monkeypatch.setattr(run.Job, "file", str(script))
-    _, found = run.execute(cell(150), tmp_path / "runs", 0)
-    assert found["status"] == "failed" and found["error"] == "exit status -9, 0 steps\ntraining"
-
-
-def test_killed_it_goes_on(tmp_path, monkeypatch):
-    """Training ends with run.py, however that ends, leaves a checkpoint of its last iteration, and continues there."""
-    job, saved, history = cell(640_000), 0, []  # more than it could do in the meantime
-    folder, metrics = tmp_path / "runs" / job.folder, tmp_path / "runs" / job.folder / "metrics.csv"
-    rows = [("ppo_procgen", ["starpilot"], 1, job.flags)]
-    code = f"import run, sys; run.SUITES['smoke'] = {rows}; sys.exit(run.main({flags_of(tmp_path)}))"
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        process, done = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "benchmark"), 0
-        while done < saved + 2:
-            assert process.poll() is None
-            time.sleep(0.05)
-            done = len(read(folder)) if metrics.exists() else 0
-        process.send_signal(number)
-        assert process.wait() in (143, -signal.SIGKILL)
-        with open(folder.with_name(folder.name + ".lock")) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # free once training has ended, too
-        saved = torch.load(folder / "checkpoint.pt", weights_only=True)["step"] // 64
-        assert done - 1 <= saved < 9_000  # no more than the iteration under way is lost
-        assert metrics.read_text().splitlines()[: len(history)] == history  # not started again
-        history = metrics.read_text().splitlines()[: saved + 1]
-    short = cell(64 * (saved + 2))
-    folder.rename(tmp_path / "runs" / short.folder)
-    assert bench(tmp_path, monkeypatch, [("ppo_procgen", ["starpilot"], 1, short.flags)]) == 0
-    assert result(tmp_path)["status"] == "done" and result(tmp_path)["steps"] == 64 * (saved + 2)
-    lines = (tmp_path / "results/smoke/ppo_procgen/starpilot/seed1.csv").read_text().splitlines()
-    iterations = [int(line.split(",")[1]) for line in lines[1:]]
-    assert iterations == sorted({*iterations}) and iterations[-1] == saved + 2
-
-
-def test_told_to_stop_it_begins_nothing(tmp_path):
-    """A signal while a job waits for its lock, one before it starts, a deadline: no training is left running."""
-    job, processes = cell(64_000), []
-    lock = tmp_path / f"{job.folder}.lock"
-    lock.parent.mkdir(parents=True)
-    with open(lock, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert run.execute(job, tmp_path, 1, stopping=[15], processes=processes) is None
-    assert not processes and not (tmp_path / job.folder).exists()
-    assert run.execute(job, tmp_path, 1, stopping=[15], processes=processes) is None  # ended at once
-    assert run.execute(job, tmp_path, 1, deadline=time.time() + 0.5, processes=processes) is None
-    assert len(processes) == 2 and all(process.poll() is not None for process in processes)
+def test_a_wrong_row_is_named(tmp_path, capsys):
+    """One line and exit code 2."""
+    path = tmp_path / "suites.toml"
+    for row, part in (
+        ('["ppo_procgen", ["coinrun"], 1]', "unpack"),
+        ('["ppo_procgen", "coinrun", 1, ""]', "no list"),
+        ('["ppo_procgne", ["coinrun"], 1, ""]', "no ppo_procgne.py"),
+    ):
+        path.write_text(f"[flags]\n[suites]\nmine = [{row}]\n")
+        assert pytest.raises(SystemExit, run.read_suites, path).value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(str(path)) and part in line
 
 
 def test_thin():
     """Last step, number of episodes, means over episodes or rows; empty cells do not count; at most 500 rows."""
     names = ("step", "iteration", "episode/count", "episode/return", "loss/value", "episode/rooms_ever")
-    table = ["64,1,2,1,4,1", "128,2,0,,5,2", "192,3,1,4,,2", "256,4,0,,1,3", "320,5,0,,3,3"]
-    rows = [dict(zip(names, row.split(","), strict=True)) for row in table]
-    merged = [",".join(row.values()) for row in run.thin(rows, 2)]
-    assert merged == ["192,3,3,2,4.5,2", "320,5,0,,2,3"]
-    assert run.thin(rows, 5) == rows and run.thin([]) == [] and len(run.thin(rows * 201)) == 335
+    table = [[64, 1, 2, 1, 4, 1], [128, 2, 0, None, 5, 2], [192, 3, 1, 4, None, 2], [256, 4, 0, None, 1, 3]]
+    table = pd.DataFrame([*table, [320, 5, 0, None, 3, 3]], columns=names)
+    merged = run.thin(table, 2).to_csv(index=False, float_format="%.6g").splitlines()
+    assert merged[1:] == ["192,3,3,2,4.5,2", "320,5,0,,2,3"]
+    assert run.thin(table, 5) is table and len(run.thin(pd.concat([table] * 201))) == 335
 
 
 def test_every_command_parses():
     """Each command of every suite has flags that its script knows, and a game that exists."""
     known = set(envpool.list_all_envs())
     changed = {"snd_breakout": "ppo_atari_snd", "procgen_tf_adam": "ppo_procgen"}  # importing a variant changes these
-    for suite, rows in run.SUITES.items():
-        jobs = run.jobs_of(suite)
-        assert len({job.name for job in jobs}) == len(jobs)
-        assert len(jobs) == sum(len(games) * (n if isinstance(n, int) else len(n)) for _, games, n, _ in rows)
+    for jobs in run.SUITES.values():
         for job in {job.variant: job for job in jobs}.values():
             tyro.cli(importlib.import_module(changed.get(job.script, job.script)).Args, args=job.command[2:])
         assert all({f"{job.game.title()}Easy-v0", f"{job.game}-v5"} & known for job in jobs)
-
-
-def test_slurm_prints_an_array(tmp_path, capsys):
-    """One task per job, valid shell, and each task's command names its job only."""
-    assert run.main(["--suite", "gpu", "--launcher", "slurm", "--results", str(tmp_path)]) == 0
-    script, cells = capsys.readouterr().out, run.jobs_of("gpu")
-    assert f"--array=0-{len(cells) - 1}\n" in script
-    (tmp_path / "python").write_text('#!/bin/bash\necho "$@"; exit 7\n')
-    (tmp_path / "python").chmod(0o755)
-    environment = os.environ | dict(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_ARRAY_TASK_ID="3")
-    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, cwd=tmp_path)
-    flags = f"--max-minutes 0 --runs {tmp_path}/runs --results {tmp_path} --exactly --only {cells[3].name}"
-    assert done.stdout.strip() == f"benchmark/run.py --suite gpu {flags}" and not done.stderr
-    assert done.returncode == 7  # Slurm sees the failure
-    assert run.main(["--suite", "gpu", "--exactly", "--only", cells[3].name, "--list"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1

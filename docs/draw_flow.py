@@ -1,4 +1,4 @@
-"""Draw docs/images/flow_<script>.svg, the data flow of each script: python benchmark/draw_flow.py
+"""Draw docs/images/flow_<script>.svg, the data flow of each script: python docs/draw_flow.py
 
 A box is (column, row, first line, other lines); names in boxes are those of the code. An arrow goes
 from one box to another, with a label; dashed arrows carry weights, not data.
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+IMAGES = Path(__file__).resolve().parent / "images"
 WIDTH, HEIGHT = 190, 74  # of a box
 PITCH_X, PITCH_Y = 250, 124  # from a box to the next one
 MARGIN = 24
