@@ -139,10 +139,6 @@ def published(job: matrix.Job, split: str, steps: int) -> list[dict]:
     return found
 
 
-def rounded(score: float) -> str:
-    return f"{score:.1f}" if abs(score) < 100 else f"{score:.0f}"
-
-
 def number(scores: list[float], evaluations: list[dict] | None = None, text="{:.2f}".format) -> str:
     """Mean and standard error over seeds; two seeds: both; one: its standard error over episodes."""
     if len(scores) > 2:
