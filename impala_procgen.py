@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import copy
 import csv
+import ctypes
 import io
 import itertools
 import json
@@ -55,7 +56,7 @@ from tqdm import tqdm
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes (torchrun)
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # number of this process
 SCRIPT = Path(__file__).stem
-ROWS_ON_CPU = 1  # default of --micro-batch on a CPU, in fragments
+ROWS_ON_CPU = 64  # default of --micro-batch on a CPU
 
 
 def as_schedule(numbers):
@@ -87,7 +88,7 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass, in whole fragments; 0 = all (CPU: 1)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 64)
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -155,14 +156,13 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
         frame, _ = envs.reset()
-        # Oldest first, each (N, 3, 64, 64)
-        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]
+        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]  # oldest first
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
 
     def reset(self, *, seed=None, options=None):
-        # __init__ has started the first episodes, and `step` starts the others
+        # `__init__` starts the first episodes, `step` the others
         return self.stacked(), {}
 
     def step(self, actions):
@@ -187,7 +187,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     name = f"{args.env_id.title()}{args.distribution_mode.title()}-v0"
     if name not in envpool.list_all_envs():
         raise UsageError(f"--env-id {args.env_id}: no Procgen game of EnvPool")
-    # As the procgen package draws them; EnvPool takes signed numbers
+    # As in the procgen package; EnvPool takes signed numbers
     seeds = np.random.RandomState(seed).randint(2**32, size=num_envs, dtype=np.uint32)
     envs = envpool.make(
         name,
@@ -220,9 +220,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.bf16 = args.precision == "bf16"
-        self.pool = args.pool
-        self.input_shift = args.input_shift
+        self.args = args
         self.convs = nn.ModuleList()
         self.blocks = nn.ModuleList()
         width = obs_shape[0]
@@ -248,15 +246,15 @@ class Agent(nn.Module):
             # ceil_mode pads at the end only: TensorFlow's SAME pooling for even sizes
             x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
             x = blocks(x)
-        if self.pool == "avg":
+        if self.args.pool == "avg":
             x = x.mean((2, 3))
         return F.relu(x.flatten(1))  # after the average, as in the entry
 
     def forward(self, obs):
-        # Channels-last while still uint8, a quarter of the memory traffic
+        # Channels-last while still uint8: a quarter of the traffic
         x = obs.contiguous(memory_format=torch.channels_last).float()
-        x = x.sub_(self.input_shift).div_(255)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+        x = x.sub_(self.args.input_shift).div_(255)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
             x = F.relu(self.hidden(self.features(x)))
         x = x.float()  # heads in fp32: bf16 would round the values
         return self.policy(x), self.value(x).squeeze(-1)
@@ -418,7 +416,8 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args
     batches: the new one, then the replayed ones; columns (B, T) of B fragments, obs one step more.
     """
     weight = torch.ones(len(batches[0]["obs"]), device=batches[0]["obs"].device)  # all count
-    fragments = math.ceil(args.micro_batch / args.num_steps)  # per forward pass; 0: default
+    size = args.micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else args.minibatch_size)
+    fragments = max(1, size // args.num_steps)  # per forward pass: V-trace needs whole ones
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
 
     def loss(rows):
@@ -519,7 +518,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.bar.update(batch_size)
             learned = time.perf_counter()
 
-            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; episodes and seconds are rank 0's
             returns = [episode[1] for episode in episodes]
             lengths = [episode[2] for episode in episodes]
             metrics = {
@@ -540,7 +539,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }
-            # This iteration has reached or passed a multiple of eval_every
+            # At or just past a multiple of eval_every
             if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
                 for split, scores in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = scores["mean"]
@@ -558,7 +557,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # The weights may include part of an unfinished iteration; its steps do not count
+        # The weights may include part of an iteration, whose steps do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -717,11 +716,13 @@ def set_up(args: Args, saved: dict | None) -> tuple:
     if name != "cpu":
         if int(name[5:] or 0) >= num_gpus or (WORLD > 1 and ":" in name):
             raise UsageError(f"--device {name}: {num_gpus} GPUs; with torchrun: cuda")
-        if WORLD > 1:  # a GPU per process, also where srun starts them
+        if WORLD > 1:  # a GPU per process, also with srun
             name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
+    ctypes.CDLL(None).mallopt(-1, -1)  # memory; page faults cost up to a sixth of the time
     return args, saved, torch.device(name)
 
 
@@ -810,7 +811,7 @@ def load(run: str) -> dict:
         if Path(run, "best.pt").exists():  # may be newer than the checkpoint
             best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
             saved["best"] = best["best"]
-    except Exception as error:  # a damaged or foreign file can raise nearly anything
+    except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}

@@ -23,6 +23,7 @@ Departures and results: docs/ppo_atari_snd.md.
 import argparse
 import contextlib
 import csv
+import ctypes
 import io
 import itertools
 import json
@@ -241,7 +242,7 @@ class Agent(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def forward(self, obs):
-        # Channels-last while still uint8, a quarter of the memory traffic
+        # Channels-last while still uint8: a quarter of the traffic
         x = obs.contiguous(memory_format=torch.channels_last).float().div_(255)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = self.trunk(x)
@@ -573,7 +574,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             iteration += 1
             learned = time.perf_counter()
 
-            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; episodes and seconds are rank 0's
             returns = [episode[1] for episode in episodes]
             lengths = [episode[2] for episode in episodes]
             metrics = {
@@ -598,7 +599,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/policy_s": acted - start - env_s,
                 "time/learn_s": learned - acted,
             }
-            # This iteration has reached or passed a multiple of eval_every
+            # At or just past a multiple of eval_every
             if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             run.log(metrics)
@@ -771,11 +772,13 @@ def set_up(args: Args, saved: dict | None) -> tuple:
     if name != "cpu":
         if int(name[5:] or 0) >= num_gpus or (WORLD > 1 and ":" in name):
             raise UsageError(f"--device {name}: {num_gpus} GPUs; with torchrun: cuda")
-        if WORLD > 1:  # a GPU per process, also where srun starts them
+        if WORLD > 1:  # a GPU per process, also with srun
             name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
+    ctypes.CDLL(None).mallopt(-1, -1)  # memory; page faults cost up to a sixth of the time
     return args, saved, torch.device(name)
 
 
@@ -864,7 +867,7 @@ def load(run: str) -> dict:
         if Path(run, "best.pt").exists():  # may be newer than the checkpoint
             best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
             saved["best"] = best["best"]
-    except Exception as error:  # a damaged or foreign file can raise nearly anything
+    except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}

@@ -23,6 +23,7 @@ The entry (github.com/LARS12llt/procgen-competition, RLlib 0.8.7) differs from m
 import argparse
 import contextlib
 import csv
+import ctypes
 import io
 import itertools
 import json
@@ -160,14 +161,13 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
         frame, _ = envs.reset()
-        # Oldest first, each (N, 3, 64, 64)
-        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]
+        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]  # oldest first
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
 
     def reset(self, *, seed=None, options=None):
-        # __init__ has started the first episodes, and `step` starts the others
+        # `__init__` starts the first episodes, `step` the others
         return self.stacked(), {}
 
     def step(self, actions):
@@ -192,7 +192,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     name = f"{args.env_id.title()}{args.distribution_mode.title()}-v0"
     if name not in envpool.list_all_envs():
         raise UsageError(f"--env-id {args.env_id}: no Procgen game of EnvPool")
-    # As the procgen package draws them; EnvPool takes signed numbers
+    # As in the procgen package; EnvPool takes signed numbers
     seeds = np.random.RandomState(seed).randint(2**32, size=num_envs, dtype=np.uint32)
     envs = envpool.make(
         name,
@@ -225,9 +225,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_shape: tuple[int, int, int], num_actions: int, args: Args):
         super().__init__()
-        self.bf16 = args.precision == "bf16"
-        self.pool = args.pool
-        self.input_shift = args.input_shift
+        self.args = args
         self.convs = nn.ModuleList()
         self.blocks = nn.ModuleList()
         width = obs_shape[0]
@@ -253,15 +251,15 @@ class Agent(nn.Module):
             # ceil_mode pads at the end only: TensorFlow's SAME pooling for even sizes
             x = F.max_pool2d(conv(x), 3, stride=2, ceil_mode=True)
             x = blocks(x)
-        if self.pool == "avg":
+        if self.args.pool == "avg":
             x = x.mean((2, 3))
         return F.relu(x.flatten(1))  # after the average, as in the entry
 
     def forward(self, obs):
-        # Channels-last while still uint8, a quarter of the memory traffic
+        # Channels-last while still uint8: a quarter of the traffic
         x = obs.contiguous(memory_format=torch.channels_last).float()
-        x = x.sub_(self.input_shift).div_(255)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+        x = x.sub_(self.args.input_shift).div_(255)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.args.precision == "bf16"):
             x = F.relu(self.hidden(self.features(x)))
         x = x.float()  # heads in fp32: bf16 would round the values
         return self.policy(x), self.value(x).squeeze(-1)
@@ -498,7 +496,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             iteration += 1
             learned = time.perf_counter()
 
-            # Metrics: losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; episodes and seconds are rank 0's
             returns = [episode[1] for episode in episodes]
             lengths = [episode[2] for episode in episodes]
             metrics = {
@@ -521,7 +519,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 kl_coef *= 1.5
             elif means["train/kl"] < args.kl_target / 2:
                 kl_coef *= 0.5
-            # This iteration has reached or passed a multiple of eval_every
+            # At or just past a multiple of eval_every
             if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
                 for split, scores in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = scores["mean"]
@@ -540,7 +538,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # The weights may include part of an unfinished iteration; its steps do not count
+        # The weights may include part of an iteration, whose steps do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -698,11 +696,13 @@ def set_up(args: Args, saved: dict | None) -> tuple:
     if name != "cpu":
         if int(name[5:] or 0) >= num_gpus or (WORLD > 1 and ":" in name):
             raise UsageError(f"--device {name}: {num_gpus} GPUs; with torchrun: cuda")
-        if WORLD > 1:  # a GPU per process, also where srun starts them
+        if WORLD > 1:  # a GPU per process, also with srun
             name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
+    ctypes.CDLL(None).mallopt(-1, -1)  # memory; page faults cost up to a sixth of the time
     return args, saved, torch.device(name)
 
 
@@ -791,7 +791,7 @@ def load(run: str) -> dict:
         if Path(run, "best.pt").exists():  # may be newer than the checkpoint
             best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
             saved["best"] = best["best"]
-    except Exception as error:  # a damaged or foreign file can raise nearly anything
+    except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
