@@ -1,6 +1,6 @@
 """Tables, pictures and line numbers of the documentation, from the committed results.
 
-    python benchmark/report.py                   # README.md, benchmark/README.md, docs/*.md and docs/images
+    python benchmark/report.py                   # README.md, docs/*.md, docs/images, benchmark/results/README.md
     python benchmark/report.py --results FOLDER  # of run.py --results FOLDER: writes FOLDER/README.md
     python benchmark/report.py --check           # write nothing; exit code 1 if a text is out of date
     python benchmark/report.py --compare A B     # two folders of results or commits: each row's difference
@@ -171,12 +171,10 @@ def summary(row: Row, split: str) -> dict[str, str]:
     evaluations, (means, count) = row.evaluations(split), last_tenth(row)
     scores = [one["mean"] for one in evaluations]
     missing = f", {len(means)} of {len(row.curves)} seeds" * (len(means) < len(row.curves))
-    shown, differences = [], []
+    shown = []
     for one in published(row.job, split, row.steps):
         error = "" if pd.isna(one["error"]) else f" ± {one['error']:.2f}"
         shown.append(f"{one['score']:.2f}{error}, {one['what']} ({one['how']})")
-        ours = means if TRAINING in one["how"] else scores
-        differences.append(f"{np.mean(ours) - one['score']:+.2f}" if ours else "-")
     hours = pd.Series([one["train_seconds"] / 3600 for one in row.done], index=map(machine, row.done))
     hours = hours.groupby(level=0, sort=False).mean()
     commits = (git for one in row.done for git in [*one.get("git_before", ()), one["git"]])
@@ -187,7 +185,6 @@ def summary(row: Row, split: str) -> dict[str, str]:
         last_tenth=number(means),
         training=f"{number(means)} ({count:,} episodes{missing})" if means else "-",
         published="; ".join(shown) or "none at these steps",
-        difference=", ".join(differences) or "-",
         hardware="; ".join(hours.index),
         time="; ".join((f"{x:.1f} h" if x >= 1 else f"{60 * x:.0f} min") + f" on {name}" for name, x in hours.items()),
         commits=", ".join(dict.fromkeys(map(revision, commits))),
@@ -201,16 +198,16 @@ def markdown(head: str, rows: list) -> list[str]:
 
 
 def finished(rows: list[Row]) -> list[str]:
-    """All finished and failed rows: for benchmark/README.md and FOLDER/README.md."""
-    head = "suite, row | steps | n | evaluation | training, last tenth | published | difference | hardware | commits"
-    names = ("evaluation", "training", "published", "difference", "hardware", "commits")
+    """All finished and failed rows: for README.md in a folder of results."""
+    head = "suite, row | steps | n | evaluation | training, last tenth | published | hardware | commits"
+    names = ("evaluation", "training", "published", "hardware", "commits")
     lines = []
     for row in rows:
         done, failed = len(row.done), len(row.failed)
         seeds = f"{done} seed" + "s" * (done != 1) + f", {failed} failed" * bool(failed)
         if failed and not done:
             error = row.failed[0]["error"].splitlines()[-1].replace("|", "/")
-            lines.append([f"{row.job.suite}, `{row.name}`", "-", seeds, f"failed: {error}", *["-"] * 5])
+            lines.append([f"{row.job.suite}, `{row.name}`", "-", seeds, f"failed: {error}", *["-"] * 4])
         for split in row.splits:
             texts = summary(row, split)
             cells = [f"{row.job.suite}, `{row.name}` ({split})", texts["steps"], seeds]
@@ -365,7 +362,7 @@ def speed_table(rows: list[Row]) -> list[str]:
 
 PER_FILE = {  # the tables between marks, by file
     "README.md": {},
-    "benchmark/README.md": dict(results=finished),
+    "benchmark/README.md": {},
     "docs/performance.md": dict(speed=speed_table),
     "docs/metrics.md": {},
     "docs/ppo_procgen.md": dict(procgen16=sixteen_table),
@@ -561,11 +558,13 @@ def main(argv=None) -> int:
     if options.export:
         export(rows, options.export)
         return 0
+    table = "\n".join(["# Results", "", *finished(rows), ""])
     if options.results:
-        (options.results / "README.md").write_text("\n".join(["# Results", "", *finished(rows), ""]))
+        (options.results / "README.md").write_text(table)
         return 0
-    old = {name: (ROOT / name).read_text() for name in PER_FILE}
-    new = {name: relinked(filled(text, PER_FILE[name], rows)) for name, text in old.items()}
+    old = {name: (ROOT / name).read_text() for name in [*PER_FILE, "benchmark/results/README.md"]}
+    new = {name: relinked(filled(old[name], tables, rows)) for name, tables in PER_FILE.items()}
+    new["benchmark/results/README.md"] = table
     if options.check:
         changed = [name for name in new if new[name] != old[name]]
         print("\n".join(f"{name}: out of date, run benchmark/report.py" for name in changed) or "up to date")

@@ -51,7 +51,7 @@ def test_folder_of_results(tmp_path, capsys):
     (bigfish,), (coinrun,) = (rows(text, f"gpu, `ppo_procgen/{game}`") for game in ("bigfish", "coinrun"))
     assert bigfish[:4] == ["gpu, `ppo_procgen/bigfish` (test)", "7,996,800", "1 seed", "12.00 (± 0.50 over episodes)"]
     assert bigfish[5].startswith("10.33 ± 0.48, OpenAI's PPO (") and "; 26.28, the competition entry (" in bigfish[5]
-    assert bigfish[6] == "-7.33, -14.28" and text.count("\n|") == 4  # of training, 3.0, and of the evaluation
+    assert text.count("\n|") == 4
     assert coinrun[2:4] == ["0 seeds, 1 failed", "failed: ppo_procgen.py: no memory / left"]
     assert pytest.raises(SystemExit, report.main, ["--results", str(tmp_path / "nowhere")]).value.code == 2
 
