@@ -33,21 +33,6 @@ def test_exploration_envs_reset_in_the_next_step(variant):
     assert len(np.unique(games.actions)) == 15
 
 
-def test_snd_sees_the_colors_of_the_newest_frame(variant):
-    """The policy sees two frames, SND the last, in color. Convolutions and tiles are the paper's, in 64 pixels."""
-    module = variant("snd_procgen")
-    for target, expected in dict(v=(64, 64), std=(64, 64), vic=(64, 128)).items():
-        args = module.Args(snd_features=8, target=target)
-        snd = module.SND((3, 64, 64), args)
-        assert (snd.target[6].out_channels, snd.predictor[6].out_channels) == expected
-    envs = module.make_envs(args, 1, seed=1)
-    assert envs.single_observation_space.shape == (6, 64, 64) and args.frame_channels == 3
-    agent = module.script.Agent((6, 64, 64), 15, args)
-    assert agent.trunk[9].in_features == 64 * 8 * 8 and module.script.TILES == [1, 2, 4, 8, 16]
-    with pytest.raises(ValueError, match="--noop-max: only for Atari"):
-        module.Args(noop_max=5)
-
-
 def test_pixelated_frames(variant, monkeypatch):
     """Half of the frames have half the resolution, a quarter a quarter; then lost pixels and noise."""
     module = variant("snd_breakout")
@@ -60,30 +45,6 @@ def test_pixelated_frames(variant, monkeypatch):
     np.testing.assert_allclose(module.script.augment(x), expected, atol=1e-6)
     assert shares == [0.5, 0.25, 0.1, 0.125]
     assert module.script.SND((1, 84, 84), module.script.Args()).target[0].weight.shape == (32, 1, 8, 8)
-
-
-WIDTHS = {"ppo_rnd_a0": (448, 0.1), "ppo_rnd_b1": (800, 2**0.5), "ppo_rnd_d0": (512, 0.1)}
-
-
-@pytest.mark.parametrize("config", WIDTHS)
-def test_policies_of_michalnand(variant, config):
-    """Width and gain of the critic, the residual critic of A, the attention of D, by hand."""
-    width, gain = WIDTHS[config]
-    module = variant("rnd_michalnand")
-    agent = module.Agent((4, 48, 48), 18, module.Args(config=config))
-    critic = agent.hidden_value.weight
-    np.testing.assert_allclose((critic @ critic.T).detach(), gain**2 * np.eye(width), atol=1e-4)
-    obs = torch.randint(256, (2, 4, 48, 48), dtype=torch.uint8)
-    with torch.no_grad():
-        x = agent.trunk(obs / 255)
-        hidden = (x @ critic.T).relu() + (x if config == "ppo_rnd_a0" else 0)
-        np.testing.assert_allclose(agent(obs)[1], hidden @ agent.value.weight.T, atol=1e-5)
-        if config == "ppo_rnd_d0":
-            attention, x = agent.trunk[2], torch.randn(1, 128, 3, 3)
-            query, key, value = [linear.weight @ x.flatten(2)[0] for linear in attention.qkv]  # (128, 9)
-            mixed = (query.T @ key).softmax(1) @ value.T  # of each position, from all
-            mixed = mixed.T + (attention.mix.weight[:, :, 0, 0] @ mixed.T).relu()
-            np.testing.assert_allclose(attention(x)[0], mixed.view(128, 3, 3), atol=1e-4)
 
 
 def test_bonus_of_michalnand(variant):
