@@ -41,13 +41,12 @@ def minutes_to(run, score: float) -> float:
     rows = pd.read_csv(run)
     rows["seconds"] = (rows["step"].diff().fillna(rows["step"]) / rows["time/sps"]).cumsum()
     rows = rows.dropna(subset="episode/return")
-    counts, means = rows["episode/count"].to_numpy(), rows["episode/return"].to_numpy()
+    seconds, counts, means = rows[["seconds", "episode/count", "episode/return"]].to_numpy().T
     before = np.append(0, counts.cumsum())
-    for end in range(1, len(rows) + 1):
-        if before[end] >= 100:
-            first = np.flatnonzero(before <= before[end] - 100)[-1]
-            if np.average(means[first:end], weights=counts[first:end]) >= score:
-                return rows["seconds"].iloc[end - 1] / 60
+    for end in np.flatnonzero(before >= 100):
+        last = slice(np.flatnonzero(before <= before[end] - 100)[-1], end)
+        if np.average(means[last], weights=counts[last]) >= score:
+            return seconds[end - 1] / 60
     raise AssertionError(f"{run} never reaches {score}")
 
 
