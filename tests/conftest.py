@@ -30,12 +30,9 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
 
 
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        slow = pytest.mark.skip(reason="takes minutes: run with --slow")
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(slow)
+def pytest_runtest_setup(item):
+    if "slow" in item.keywords and not item.config.getoption("--slow"):
+        pytest.skip("takes minutes: run with --slow")
 
 
 @pytest.fixture(autouse=True)

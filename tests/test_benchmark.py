@@ -8,19 +8,11 @@ import subprocess
 import evaluate
 import pytest
 import speed
-import torch
 
-from conftest import ROOT, spy_on
+from conftest import KINDS, ROOT, spy_on
 
 TINY = "--num-envs 4 --num-steps 16 --minibatch-size 32 --device cpu --threads 1"
-MONTEZUMA = "--env-id MontezumaRevenge --warmup-steps 4 --update-epochs 1 --max-episode-steps 50"
-PLAYED = {  # two splits, one, a bonus, a target network
-    "ppo_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 1 --num-levels 3",
-    "impala_procgen": "--env-id starpilot --channels 4 4 4 --update-epochs 1 --sync",
-    "ppo_atari_rnd": f"{MONTEZUMA} --rnd-features 8",
-    "ppo_atari_snd": f"{MONTEZUMA} --snd-features 8",
-    "appo_atari": "--env-id Breakout --max-episode-steps 50 --num-groups 2 --num-minibatches 2 --sync",
-}
+PLAYED = KINDS | {"ppo_procgen": f"{KINDS['ppo_procgen']} --num-levels 3"}  # one with two splits
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +20,7 @@ def trained(tmp_path_factory):
     """A folder with a tiny run of each script."""
     runs = tmp_path_factory.mktemp("runs")
     for name, flags in PLAYED.items():
-        words = f"{flags} {TINY} --total-timesteps 64 --eval-episodes 3 --run-dir {runs} --run-name {name}"
+        words = f"{flags} --total-timesteps 64 --run-dir {runs} --run-name {name}"
         assert importlib.import_module(name).main(words.split()) == 0
     return runs
 
@@ -37,7 +29,7 @@ def trained(tmp_path_factory):
 def test_evaluate_plays_the_episodes_of_the_run(tmp_path, trained, name):
     """The same agent, episodes and random numbers as in the script's own evaluation; the run is only read."""
     before = {path.name: path.read_bytes() for path in (trained / name).iterdir()}
-    assert evaluate.main([str(trained / name), "--episodes", "3", "--out", str(tmp_path / "x.json")]) == 0
+    assert evaluate.main([str(trained / name), "--episodes", "2", "--out", str(tmp_path / "x.json")]) == 0
     assert json.loads((tmp_path / "x.json").read_text()) == json.loads(before["eval.json"])
     assert {path.name: path.read_bytes() for path in (trained / name).iterdir()} == before
 
@@ -51,24 +43,8 @@ def test_evaluate_greedy_split_and_film(tmp_path, trained, monkeypatch):
     assert evaluate.main([str(trained / "ppo_procgen"), *flags]) == 0
     (found,) = json.loads(out.read_text())["splits"].items()
     assert found[0] == "test" and set(asked) == {1}
-    logits, _ = evaluate.take_best(None, (), (torch.tensor([[1.0, 3.0, 2.0], [5.0, 4.0, 0.0]]), "value"))
-    assert logits.softmax(-1).tolist() == [[0, 1, 0], [1, 0, 0]]
     frames = importlib.import_module("imageio.v3").imread(film, plugin="pyav")
     assert frames.shape == (found[1]["lengths"][0] + 1, 256, 256, 3) and frames.std() > 10
-
-
-def test_evaluate_bad_input(tmp_path, trained, capsys):
-    """One line that names what is wrong, and exit code 2, before anything is played."""
-    run = trained / "ppo_procgen"
-    for words, part in (
-        (f"{run} --checkpoint eval.json", "no readable config-<step>.json and eval.json"),
-        (f"{run} --split game", "--split game: this run has train, test"),
-        (f"{run} --out {tmp_path}/no/r.json", "no/r.json: must be a file"),
-        (f"{tmp_path}", "no readable config-<step>.json and checkpoint.pt"),
-    ):
-        assert evaluate.main(words.split()) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert part in line and len(line) < 400
 
 
 @pytest.mark.slow
@@ -148,15 +124,3 @@ def test_speed_against_cleanrl_at_equal_sizes_only():
     for name, value in (("num_minibatches", 8), ("minibatch_size", 384), ("frame_size", 96)):
         with pytest.raises(script.UsageError, match="CleanRL"):
             speed.cleanrl_flags(script, dataclasses.replace(args, **{name: value}))
-
-
-def test_speed_bad_input(capsys):
-    """One clear line, before anything is measured."""
-    for words, part in (
-        ("ppo_procgen --json /tmp", "--json /tmp: is a folder"),
-        ("ppo_procgen --against sync", "ppo_procgen has cleanrl, fp32"),
-        ("ppo_procgen --revision nowhere", "nowhere: no revision"),
-        ("ppo_procgen --against cleanrl --source x", "--source x: no cleanrl/ppo_procgen.py"),
-    ):
-        assert pytest.raises(SystemExit, speed.main, words.split()).value.code == 2
-        assert part in capsys.readouterr().err.splitlines()[-1]

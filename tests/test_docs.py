@@ -69,16 +69,6 @@ SMALL = {  # appended to a command, to run two iterations of its algorithm in se
 ALL = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-timesteps 128 --eval-episodes 0 --threads 1 --run-name x"
 
 
-def test_commands_parse(monkeypatch):
-    """By the script's own main, with defaults in the place of a run that is resumed."""
-    for words in COMMANDS:
-        script = importlib.import_module(Path(words[1]).stem)
-        monkeypatch.setattr(script, "load", lambda run: {"args": {}})
-        monkeypatch.setattr(script, "train", lambda args, make_envs, saved: None)
-        assert script.main(words[2:]) == 0, words
-    assert {Path(words[1]).stem for words in TRAINING.values()} == set(SCRIPTS)
-
-
 @pytest.mark.parametrize("command", TRAINING)
 def test_command_runs(command, tmp_path, monkeypatch):
     """Training commands, shrunk, run for two iterations: what their flags switch on works together."""

@@ -141,20 +141,6 @@ def test_revisions_and_machines(tmp_path, monkeypatch):
     assert found["gpu"] is None and found["cpu"] and found["machines_before"] == {"GPU": 32}
 
 
-def test_a_wrong_row_is_named(tmp_path, capsys):
-    """One line and exit code 2."""
-    path = tmp_path / "suites.toml"
-    for row, part in (
-        ('["ppo_procgen", ["coinrun"], 1]', "unpack"),
-        ('["ppo_procgen", "coinrun", 1, ""]', "no list"),
-        ('["ppo_procgne", ["coinrun"], 1, ""]', "no ppo_procgne.py"),
-    ):
-        path.write_text(f"[flags]\n[suites]\nmine = [{row}]\n")
-        assert pytest.raises(SystemExit, run.read_suites, path).value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(str(path)) and part in line
-
-
 def test_thin():
     """Last step, number of episodes, means over episodes or rows; empty cells do not count; at most 500 rows."""
     names = ("step", "iteration", "episode/count", "episode/return", "loss/value", "episode/rooms_ever")

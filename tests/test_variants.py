@@ -6,7 +6,6 @@ import json
 import runpy
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +73,7 @@ def test_runs_and_continues(variant, name, tmp_path, monkeypatch):
 
 
 def test_augmentations_by_hand(variant):
-    """Each against NumPy, or where it must send a dot and a ramp; a row that draws no move stays."""
+    """Shifts, the padded crop and the mirror against NumPy; a row that draws no move stays."""
     augment = variant("procgen_augment").augment
 
     def moved(frames, name, *draws):
@@ -86,14 +85,6 @@ def test_augmentations_by_hand(variant):
     assert (shift == np.roll(frames, (8, -3), (2, 3))).all()
     padded = np.pad(frames, [(0, 0), (0, 0), (10, 10), (10, 10)], "reflect")
     assert (moved(frames, "pad_crop", 0.5 / 21, 14.5 / 21) == padded[..., 14:78, 0:64]).all()
-    ramp = np.zeros((1, 3, 64, 64), np.uint8) + 4 * np.arange(64, dtype=np.uint8)
-    crop = moved(ramp, "crop", 0, 0)[0, 0]  # three quarters of the side, from the left
-    np.testing.assert_allclose(crop, np.tile(3 * np.arange(64), (64, 1)), atol=0.51)
-    dot = np.zeros((1, 3, 64, 64), np.uint8)
-    dot[..., 31:33, 51:53] = 255  # 20 to the right of the centre
-    turned = moved(dot, "rotate", 1, 0)[0, 0].astype(float)
-    y, x = (np.indices((64, 64)) * turned).sum((1, 2)) / turned.sum() - 31.5
-    np.testing.assert_allclose([x, y], 20 * np.array([np.cos(np.pi / 9), -np.sin(np.pi / 9)]), atol=0.2)
     draws = torch.tensor([[0.4, 0, 0.6, 0], [0.5, 0, 0, 0]])
     some = augment(torch.from_numpy(frames), ("flip",), 0.5, draws).numpy()
     assert (some[0] == frames[0, ..., ::-1]).all() and (some[1] == frames[1]).all()
@@ -169,28 +160,9 @@ def test_rnd_pays_the_bonus_of_the_observation_acted_on(variant, monkeypatch):
         bonuses.append(reward - games.log[-1][0])
     np.testing.assert_allclose(*bonuses, rtol=1e-4)
     assert (bonuses[0] < 0.5).all()
-    with pytest.raises(module.script.UsageError, match="not a run of procgen_rnd"):
-        module.Run(args, {"agent": {}, "folder": "x"}, None)
 
 
 # ---------------------------------------------------------------------------------------------------------- appo_vtrace
-
-
-def test_ratios_of_vtrace_stay_within_their_limits(variant):
-    """0.05, and then the smaller one of ratio and 1."""
-    module = variant("appo_vtrace")
-    logits = torch.tensor([-20.0, 0.0])  # log pi of action 0 is -20
-    rows = dict(obs=torch.zeros(2, 2, 1), action=torch.zeros(1, 2, dtype=torch.int64), logp=torch.tensor([[0.0, -40]]))
-    rows |= dict.fromkeys(("reward", "terminated", "done"), torch.ones(1, 2))
-
-    class Critic(torch.nn.Module):
-        returns = types.SimpleNamespace(mean=0, std=1)
-
-        def forward(self, obs):
-            return logits.expand(len(obs), 2), torch.zeros(len(obs))
-
-    _, advantage = module.targets_of(Critic(), rows, module.script.Args())
-    assert advantage.flatten().tolist() == pytest.approx([0.05, 1])
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -233,11 +205,6 @@ def test_pbt_trial_continues_the_copy_of_a_better_one(variant, tmp_path):
     assert [float(row["train/lr"]) for row in copied] == [2e-3, 2e-3, 8e-4, 8e-4]
     own = json.loads((worse.run / "config-128.json").read_text())["args"]
     assert own["seed"] == flags["seed"] and own["ent_coef"] == [0, 0.02]
-    (tmp_path / "metrics.csv").write_text("step,episode/return,episode/count\n10,100,5\n20,1,3\n30,,0\n40,5,1\n")
-    assert pbt.mean_return(tmp_path, 10) == 2.0 and pbt.mean_return(tmp_path, 40) == -np.inf
-
-
-PBT = f"{LEAPER} --num-envs 16 --num-steps 32 --minibatch-size 64 --threads 1".split()
 
 
 @pytest.mark.slow
@@ -245,7 +212,8 @@ def test_pbt_exploits_and_explores(tmp_path):
     """As typed, by Ray. Hardly learning, trials of two seeds end with equal weights only if one copied the other."""
     command = [sys.executable, FOLDER / "pbt.py", "ppo_procgen", tmp_path / "pbt"]
     command += "--population 2 --slices 2 --slice-steps 1024 --lr 1e-9 1e-8 --".split()
-    subprocess.run([*command, *PBT], check=True, capture_output=True, timeout=1800)
+    command += f"{LEAPER} --num-envs 16 --num-steps 32 --minibatch-size 64 --threads 1".split()
+    subprocess.run(command, check=True, capture_output=True, timeout=1800)
     (line,) = (tmp_path / "pbt" / "tune" / "pbt_global.txt").read_text().splitlines()
     *_, before, after = json.loads(line)
     assert after["lr"] != before["lr"] and after["ent_coef"] != before["ent_coef"]
@@ -253,43 +221,20 @@ def test_pbt_exploits_and_explores(tmp_path):
     assert (weights(runs[0]) - weights(runs[1])).abs().max() < 1e-5
 
 
-def test_pbt_refuses_in_one_line(variant, tmp_path, monkeypatch, capsys):
-    """Before Ray starts, or what Ray says when it cannot; no folder is left."""
-    pbt, new = variant("pbt"), str(tmp_path / "a" / "b")
-
-    def init(address, **options):  # as with a TMPDIR of 110 characters
-        raise OSError("AF_UNIX path length\ncannot exceed 107 bytes")
-
-    monkeypatch.setattr(pbt.ray, "init", init)
-    wrong = [(new, "100", "--total-timesteps 100"), (str(tmp_path), "512", "exists"), (new, "512", "AF_UNIX path")]
-    for folder, steps, part in wrong:
-        assert pbt.main(["ppo_procgen", folder, "--slice-steps", steps, "--", *PBT]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert part in line, line
-    assert not list(tmp_path.iterdir())
-
-
-def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
-    """Its figures, command and files; a run without an evaluation of its last step is refused in one line."""
+def test_hub_card_has_the_runs_figures(variant, tmp_path):
+    """Its figures, command and files."""
     hub, run, folder = variant("hub"), tmp_path / "run", tmp_path / "run-hub"
     run.mkdir()
-    arguments = [str(run), "user/name", "--dry-run"]
-    assert hub.main(arguments) == 2 and not folder.exists() and "eval.json" in capsys.readouterr().err
     args = variant("appo_atari").Args(env_id="Pong", run_dir="x", fire_reset=False, lr=[0, 5e-4, 1e6, 1e-4])
     flags = json.loads(json.dumps(dataclasses.asdict(args)))
     config = {"args": flags, "command": ["x/appo_atari.py"], "ranks": 1, "versions": {"torch": "2.13.0", "numpy": "2"}}
-    (run / "config-999.json").write_text(json.dumps(config | {"ranks": 2}))
     (run / "config-1000.json").write_text(json.dumps(config))
     scores = {"mean": 16.561, "stderr": 2.567, "returns": [14.0, 19.122]}
     (run / "eval.json").write_text(json.dumps({"step": 499712, "splits": {"game": scores}}))
     for name in ("appo_atari.py", "metrics.csv", "film.mp4"):
         (run / name).touch()
     torch.save({"step": 499712}, run / "checkpoint.pt")
-    api, sent = types.SimpleNamespace(), []
-    api.create_repo = lambda name, exist_ok: types.SimpleNamespace(repo_id=name)
-    api.upload_folder = lambda repo_id, folder_path: sent.append((repo_id, folder_path))
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=lambda: api))
-    assert hub.main(arguments) == 0 and not sent
+    assert hub.main([str(run), "user/name", "--dry-run"]) == 0
     card = (folder / "README.md").read_text()
     assert json.loads(card.split("---\n")[1])["model-index"][0]["results"]
     command = "    python appo_atari.py --env-id Pong --no-fire-reset --lr 0.0 0.0005 1000000.0 0.0001\n"
@@ -298,9 +243,3 @@ def test_hub_card_has_the_runs_figures(variant, tmp_path, monkeypatch, capsys):
         assert text in card
     files = {path.name for path in run.iterdir()} - {"film.mp4"} | {"README.md", "replay.mp4"}
     assert {path.name for path in folder.iterdir()} == files
-    assert hub.main(arguments[:2]) == 0 and sent == [("user/name", folder)]
-    assert hub.command_of("snd_breakout", {"seed": 3}, 2) == (
-        "torchrun --nproc-per-node 2 benchmark/variants/snd_breakout.py --seed 3"
-    )
-    torch.save({"step": 500000}, run / "checkpoint.pt")
-    assert hub.main(arguments) == 2 and "checkpoint.pt of 500000" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """The variants of ppo_atari_rnd.py: its recurrent policy, and that with a DNC in the place of the GRU."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,6 @@ def test_updates_equal_float64_reference(variant, tmp_path, monkeypatch):
     """The memory is carried through rollouts and empty after an end; SGD steps run it over whole environments."""
     changes = dict(micro_batch=7, max_grad_norm=0.05, ext_coef=0, bonus_after=T * N)
     assert_updates_equal_reference(variant("rnd_recurrent").script, tmp_path, monkeypatch, changes)
-
-
-def test_initial_weights_of_the_gru(variant):
-    module = variant("rnd_recurrent")
-    gains = dict(residual_value=0.1, residual_policy=0.1, policy=0.01, value=0.01, hidden2=1)
-    conftest.assert_initial(module.Agent((4, 84, 84), 18, module.Args()), gains)
 
 
 def test_memory_is_carried_in_evaluation(variant):
@@ -49,23 +45,6 @@ def test_training_ends_at_the_target_return(variant, tmp_path):
         changes = dict(target_return=target, num_steps=4, warmup_steps=0)  # an iteration is one episode of each
         metrics, saved = run(tmp_path, Games([episodes] * N, shape=SHAPE), 42, f"target {target}", **changes)
         assert saved["step"] == metrics["step"] == 16 * iterations
-
-
-def test_an_end_empties_the_dnc(variant):
-    """The row after a row that shows an episode's last observation is played as if it was the first."""
-    module = variant("rnd_dnc")
-    agent = module.Agent((4, 44, 44), 5, module.Args(dnc=(4, 3, 2)))
-    x, empty = torch.rand(6, 256), torch.zeros(1, agent.memory_size)  # two environments, three rows each
-    with torch.no_grad():
-        outputs, after = agent.recur(x, empty.repeat(2, 1), torch.tensor([1.0, 0, 1, 1, 1, 1]))
-        both, ended = agent.recur(x[:2], empty, torch.tensor([1.0, 0]))
-        last, memory = agent.recur(x[2:3], empty, torch.ones(1))
-        other, other_memory = agent.recur(x[3:], empty, torch.ones(3))
-        alone, _ = agent.recur(x[4:5], empty, torch.ones(1))
-    assert not ended.any() and memory.any()
-    torch.testing.assert_close(outputs, torch.cat([both, last, other]))
-    torch.testing.assert_close(after, torch.cat([memory, other_memory]))
-    assert not torch.allclose(other[1], alone[0])  # within an episode it remembers
 
 
 def plain_dnc(dnc, x, state):
@@ -113,19 +92,24 @@ def plain_dnc(dnc, x, state):
     return output, [hidden, cell, memory, usage, precedence, new, write, reads, last]
 
 
+@pytest.mark.usefixtures("in_float64")
 def test_dnc_equals_its_equations(variant):
-    """Eight steps in float64, with weights large enough that every gate and mode matters."""
+    """Two environments of eight steps, the second with an end; weights so large that every gate and mode matters."""
     module = variant("rnd_dnc")
     torch.manual_seed(0)
-    dnc = module.DNC(3, 5, 4, 3, 2).double()
+    dnc = module.DNC(3, 5, 4, 3, 2)
     for weight in dnc.parameters():
         torch.nn.init.normal_(weight, std=0.7)
-    x, state = torch.randn(8, 1, 3, dtype=torch.float64), torch.zeros(1, dnc.size, dtype=torch.float64)
-    plain = [np.zeros(shape) for shape in dnc.shapes]
-    for t in range(8):
-        output, state = dnc(x[t], state)
-        expected, plain = plain_dnc(dnc, x[t, 0].numpy(), plain)
-        np.testing.assert_allclose(output[0].detach(), expected, rtol=1e-9, atol=1e-9)
+    x, valid = torch.randn(2, 8, 3), torch.ones(2, 8)
+    valid[1, 3] = 0
+    agent = types.SimpleNamespace(hidden2=dnc)
+    outputs, memory = module.Agent.recur(agent, x.flatten(0, 1), torch.zeros(2, dnc.size), valid.flatten())
+    for env in range(2):
+        plain = [np.zeros(shape) for shape in dnc.shapes]
+        for t in range(8):
+            expected, plain = plain_dnc(dnc, x[env, t].numpy(), plain)
+            np.testing.assert_allclose(outputs[8 * env + t].detach(), expected, rtol=1e-9, atol=1e-9)
+            if not valid[env, t]:
+                plain = [np.zeros(shape) for shape in dnc.shapes]
         flat = np.concatenate([part.ravel() for part in plain])
-        np.testing.assert_allclose(state[0].detach(), flat, rtol=1e-9, atol=1e-9)
-        state = state.detach()
+        np.testing.assert_allclose(memory[env].detach(), flat, rtol=1e-9, atol=1e-9)
