@@ -3,7 +3,7 @@
 The plumbing is one text in all five files (test_repo.py compares), so what is in it is tested with one of them.
 """
 
-import importlib
+import importlib.metadata
 import json
 import math
 import os
@@ -53,7 +53,7 @@ def test_files_of_a_run(script, capfd):
     assert out.count("\nstep ") == 2 and out.count(f"{split}: return ") == 2 and "runs/a: cpu, threads: 1" in out
     config = json.loads((folder / "config-0.json").read_text())
     assert config["args"]["num_envs"] == 4 and config["ranks"] == 1 and config["command"] == sys.argv
-    assert config["versions"]["torch"] == torch.__version__ and "envpool" in config["versions"]
+    assert config["versions"]["torch"] == importlib.metadata.version("torch") and "envpool" in config["versions"]
     assert (folder / f"{script.name}.py").read_text() == (ROOT / f"{script.name}.py").read_text()
     assert list(folder.glob("events.out.tfevents.*")) and not list(folder.glob("*.tmp"))
     table = rows(folder)
