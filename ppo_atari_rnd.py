@@ -750,14 +750,14 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         dist.broadcast_object_list(objects, device=torch.device("cpu"))
         args, saved = objects
     num_gpus = torch.cuda.device_count()
-    name = args.device
-    if name == "auto":
-        name = "cuda" if num_gpus else "cpu"
+    name = args.device.replace("auto", "cuda" if num_gpus else "cpu")
     if name != "cpu":
-        if int(name[5:] or 0) >= num_gpus or (WORLD > 1 and ":" in name):
-            raise UsageError(f"--device {name}: {num_gpus} GPUs; with torchrun: cuda")
-        if WORLD > 1:  # a GPU per process, also with srun
-            name = f"cuda:{os.environ.get('LOCAL_RANK', RANK % num_gpus)}"
+        index = int(name[5:] or 0)
+        if index >= num_gpus or (WORLD > 1 and ":" in name):
+            raise UsageError(f"--device {name}: {num_gpus} GPUs here")
+        if WORLD > 1:  # a GPU per process
+            index = int(os.environ.get("LOCAL_RANK", RANK % num_gpus))
+        name = f"cuda:{index}"
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions

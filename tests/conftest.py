@@ -122,7 +122,6 @@ class FakeVecEnv(gym.vector.VectorEnv):
     first three pixels. With next-step autoreset the step after an end ignores its action, pays `dummy_reward` (a real
     env: 0) and shows the next episode's first frame; with same-step the end's step shows it.
     learn: pay 1 where the action equals the frame's fourth pixel, else 0, in place of the scripted rewards.
-    Reports whole episodes, over all lives, as RecordEpisodeStatistics does.
     """
 
     def __init__(self, episodes, autoreset=NEXT_STEP, num_actions=4, shape=(3, 16, 16), learn=False, dummy_reward=0.0):
@@ -203,7 +202,6 @@ class RareDoor(FakeVecEnv):
     """A corridor, next-step autoreset, with its door at the far end, which random play hardly ever reaches.
 
     Odd actions walk on, even ones back. The only reward is behind the door; a game is cut after `limit` steps.
-    A frame shows the position as a bright square; `reached` counts the games that got through the door.
     """
 
     depth, limit, reached = 20, 60, 0
@@ -230,12 +228,9 @@ class RareDoor(FakeVecEnv):
 
 
 class Games(FakeVecEnv):
-    """Frames differ much, also those of a stack; a reset begins new games, as every real environment's does.
+    """Frames differ much, also those of a stack; a reset begins new games, as every real environment's does."""
 
-    Shows `noise` in the final frame of an episode, which only the dummy row holds.
-    """
-
-    noise = 0
+    noise = 0  # shown in the final frame of an episode, which only the dummy row holds
 
     def frames(self):
         frames = super().frames()

@@ -170,19 +170,22 @@ def test_threads(script, monkeypatch):
         assert script.module.available_cores() == expected
 
 
-def test_each_process_has_its_gpu(script, monkeypatch):
-    """torchrun's LOCAL_RANK, else (srun) the rank modulo the number of GPUs; --device cuda:1 is refused."""
+def test_gpus(script, monkeypatch):
+    """The chosen or the first one; LOCAL_RANK's with torchrun, with srun the rank modulo their number."""
     module, chosen = script.module, []
+    index_of = torch.cuda._utils._get_device_index  # PyTorch's own: refuses "cuda" without a number
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(index_of(device)))
+    for device in ("auto", "cuda", "cuda:2"):
+        module.set_up(module.Args(device=device), None)
     monkeypatch.setattr(module, "WORLD", 2)
     monkeypatch.setattr(module, "RANK", 5)
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "broadcast_object_list", lambda objects, device: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     module.set_up(module.Args(device="cuda"), None)
     monkeypatch.setenv("LOCAL_RANK", "3")
     *_, device = module.set_up(module.Args(device="cuda"), None)
-    assert chosen == ["cuda:1", "cuda:3"] and device == torch.device("cuda:3")
+    assert chosen == [0, 0, 2, 1, 3] and device == torch.device("cuda:3")
     with pytest.raises(module.UsageError, match="--device cuda:1: "):
         module.set_up(module.Args(device="cuda:1"), None)
 
