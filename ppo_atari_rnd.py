@@ -692,11 +692,11 @@ def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
     loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
     backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
     """
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once even without rows
+    for start in range(0, max(len(weight), 1), size):  # even without rows
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
