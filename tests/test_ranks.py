@@ -177,3 +177,5 @@ def test_the_command_line_of_two_ranks(two_ranks):
 
 if __name__ == "__main__":
     worker(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # Python 3.13 once aborted the exit of a process with the threads of eleven trainings
