@@ -762,7 +762,7 @@ def set_up(args: Args, saved: dict | None) -> tuple:
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
     ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
-    ctypes.CDLL(None).mallopt(-1, -1)  # memory; page faults cost up to a sixth of the time
+    ctypes.CDLL(None).mallopt(-1, -1)  # memory, so that it does not cause page faults again
     return args, saved, torch.device(name)
 
 
