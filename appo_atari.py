@@ -86,37 +86,37 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 256)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 256
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
     # environment
-    repeat_action_probability: Share = 0  # probability of repeating the last action, per frame
-    noop_max: Annotated[int, Field(ge=1, le=1000)] = 30  # most no-ops an episode starts with
+    repeat_action_probability: Share = 0  # of repeating the last action, per frame
+    noop_max: PositiveInt = 30  # most no-ops an episode starts with
     fire_reset: bool = True  # press FIRE at the start of an episode
     episodic_life: bool = True  # a lost life ends the episode, not the game
     max_episode_steps: Annotated[int, Field(ge=1, lt=2**31)] = 27_000  # time limit of a game
     frame_size: Literal[84, 96] = 84  # width and height of the gray frames, in pixels
-    stack: Annotated[int, Field(ge=1, le=64)] = 4  # frames per observation
+    stack: PositiveInt = 4  # frames per observation
     num_envs: PositiveInt = 32  # parallel environments (per process)
     num_groups: PositiveInt = 2  # groups of environments, each stepped by its own thread
-    # optimization; the digits of --lr and --ent-coef are the card's
+    # optimization; --lr and --ent-coef are the card's
     num_steps: PositiveInt = 128  # rollout length per environment
     minibatch_size: PositiveInt = 1024  # rows per SGD step and process; a multiple of --num-steps
     num_minibatches: PositiveInt = 8  # minibatches per dataset; one dataset per iteration
     update_epochs: PositiveInt = 4  # passes over a dataset
     lr: Schedule = (0, 3.033891184e-4)
-    """learning rate: a number, or 0 value step value ... (linear in between, then constant)"""
+    """learning rate, or 0 rate step rate ... (linear in between, then constant)"""
     anneal_lr: bool = True  # multiply the learning rate by the share of the run that is left
     adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
     sync: bool = False  # no acting while learning
-    num_batches_to_accumulate: NonNegativeInt = 2  # datasets that actors may be ahead; 0 = --sync
+    num_batches_to_accumulate: NonNegativeInt = 2  # datasets that actors may be ahead
     max_policy_lag: PositiveInt = 1000  # mask rows that are this many SGD steps old
     # algorithm
     gamma: Share = 0.99  # discount
     gae_lambda: Share = 0.95  # GAE's lambda
-    clip: NonNegativeFloat = 0.1  # clip the ratio to [1 / (1 + this), 1 + this]; 0 = off
+    clip: NonNegativeFloat = 0.1  # clip the ratio to 1 / (1 + this), 1 + this; 0 = off
     vf_clip: NonNegativeFloat = 1  # clip range of the value, in std of returns; 0 = off
     vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error, without 1/2
     ent_coef: Schedule = (0, 4.677351413e-4)  # weight of the entropy; a number, or as --lr
@@ -130,8 +130,6 @@ class Args:
             raise ValueError(f"--minibatch-size: a multiple of {T}, x --num-minibatches of {N * T}")
         if self.total_timesteps < rows * WORLD:
             raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
-        if self.eval_every and not self.eval_episodes:
-            raise ValueError("--eval-every: needs --eval-episodes")
 
 
 # --- environment ---
@@ -141,7 +139,7 @@ class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
     The step after an end ignores its action and returns the next episode's first observation: it is
-    no transition. Rewards are clipped to their signs; info["episode"] has whole, unclipped games.
+    no transition. Rewards are signs; info["episode"] has whole games, unclipped.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
@@ -187,7 +185,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     specs = envpool.registration.registry.specs
     if specs.get(f"{game}-v5", [""])[0] != "envpool.atari":
         raise UsageError(f"--env-id {args.env_id}: no Atari game of EnvPool")
-    # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
+    # From one seed EnvPool makes seed + i: nearby seeds would share episodes
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) // 2  # below 2 ** 31
     envs = envpool.make(
         f"{game}-v5",
@@ -212,7 +210,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
 
 
 class RunningMoments(nn.Module):
-    """Running mean and std of all rows seen, element by element; saved with the weights.
+    """Running mean and std of all rows seen, element by element.
 
     Starts as if `count` rows with mean 0 and this variance had been seen.
     """
@@ -227,7 +225,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, ...), broadcast to shape; pixel sums of 256 rows are exact in fp32 (< 2^24)."""
+        """x: (B, ...), broadcast to shape. fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -263,14 +261,14 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(module.weight)
                 nn.init.zeros_(module.bias)
         self.to(memory_format=torch.channels_last)
-        # Sample Factory's start and epsilon, for frames from 0 to 255 (there: 0 to 1)
+        # Sample Factory's start and epsilon, for frames from 0 to 255
         self.frames = RunningMoments((1, *obs_shape), 1, variance=255**2, epsilon=1e-5 * 255**2)
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
         self.frames.std = self.frames.std.contiguous(memory_format=torch.channels_last)
         self.returns = RunningMoments((), 1, variance=1, epsilon=1e-5)
 
     def forward(self, obs):
-        # Channels-last (as mean and std) while still uint8, a quarter of the memory traffic
+        # Channels-last while still uint8: a quarter of the traffic
         x = obs.contiguous(memory_format=torch.channels_last).float()
         x = x.sub_(self.frames.mean).div_(self.frames.std).clamp_(-5, 5)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
@@ -284,7 +282,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -292,8 +290,8 @@ def sample(logits, generator=None):
 def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation. There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N), of row t's step. value: (T + 1, N), of its observation. There
+    is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -305,8 +303,8 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
 def ppo_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
     """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
-    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: the larger of the squared
-    errors of the new value and of the clipped one. train/approx_kl: r - 1 - log r.
+    loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: the larger squared error of
+    new and clipped value. train/approx_kl: r - 1 - log r.
     """
     clip = args.clip or math.inf
     vf_clip = args.vf_clip or math.inf
@@ -357,14 +355,14 @@ def schedule(step: int, numbers: tuple[float, ...]) -> float:
 
 
 class Group:
-    """Environments that step together in their own thread, and their state between two rollouts."""
+    """Environments that step together in a thread, and their state between two rollouts."""
 
     def __init__(self, envs, obs, seed: int, device: torch.device):
         self.envs = envs
         self.obs = obs  # what the next actions are chosen from
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
-        self.thread = ThreadPool(1)  # unlike ThreadPoolExecutor: a step that hangs lets Python exit
+        self.thread = ThreadPool(1)  # a daemon: a step that hangs lets Python exit
 
 
 class Actors:
@@ -376,7 +374,7 @@ class Actors:
         self.publish(agent)
 
     def publish(self, agent):
-        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
+        """Actors use this copy from their next step on. It never changes: it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
@@ -390,7 +388,7 @@ class Actors:
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
 
     def stop(self):
-        """End rollouts at their next step, then close the environments, except those that hang."""
+        """End rollouts at their next step and close the environments, except those that hang."""
         self.stopped = True
         for group in self.groups:
             group.thread.apply_async(group.envs.close).wait(3)  # at most 3 seconds
@@ -402,8 +400,8 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
     """T steps of a group -> columns (T, N), ended episodes, seconds of environments and policy.
 
     Row t = (obs_t, a_t, log mu(a_t|obs_t), V(obs_t), version_t of mu, valid_t, r_{t+1},
-    terminated_{t+1}, done_{t+1}); then obs_T. The row after an end is not valid (its action is
-    ignored); its observation, the episode's last, bootstraps a truncated episode.
+    terminated_{t+1}, done_{t+1}); then obs_T. The row after an end is not valid: its action is
+    ignored. Its observation, the episode's last, bootstraps after a truncation.
     """
     device = next(actors.agent.parameters()).device
     start, env_s = time.perf_counter(), 0.0
@@ -439,6 +437,39 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
 # --- training ---
 
 
+def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+    """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
+
+    loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
+    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    """
+    column = next(iter(minibatch.values()))
+    weight = torch.ones(len(column), device=column.device) if weight is None else weight
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    means = 0
+    net.zero_grad()
+    for start in range(0, max(len(weight), 1), size):  # even without rows
+        piece = slice(start, start + size)
+        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
+        share = weight[piece] / total
+        (losses * share).sum().backward()
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    if WORLD > 1:
+        for parameter in net.parameters():
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
+
+
+def mean_of(updates: list[dict]) -> dict:
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
+    table = torch.stack([torch.stack(list(update.values())) for update in updates])
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
+    if not np.isfinite(list(means.values())).all():
+        raise FloatingPointError(f"training has diverged: {means}")
+    return means
+
+
 def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef: float, args: Args) -> dict:
     """Train on a dataset for several epochs -> means over all minibatches.
 
@@ -458,7 +489,7 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef: float, args: 
             some = slice(start, start + width)  # trajectories
             minibatch = {name: column[:, some].flatten(0, 1) for name, column in batch.items()}
             minibatch["advantage"] = standardize(minibatch["advantage"], minibatch["valid"])
-            means = gradient(agent, loss, minibatch, minibatch["valid"], args.micro_batch)
+            means = gradient(agent, loss, minibatch, args.micro_batch, minibatch["valid"])
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
             optimizer.step()
@@ -474,7 +505,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     make_envs(args, num_envs, seed, test=False): returns any VectorEnv with next-step autoreset,
     uint8 (C, H, W) observations, Discrete actions and RecordEpisodeStatistics' info["episode"].
     saved: `load("runs/NAME")` continues that run with these args.
-    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    Raises UsageError, FloatingPointError (diverged), KeyboardInterrupt.
     """
     args, saved, device = set_up(args, saved)
     T, N = args.num_steps, args.num_envs // args.num_groups
@@ -483,7 +514,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each resumed part of a run has its own episodes and actions
+    # Each rank and each part of a resumed run has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
@@ -502,7 +533,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
     if args.compile:
-        agent.compile()  # not the actors' copies
+        agent.compile()  # the actors' copies stay eager
 
     run = Run(args, saved, device)
     ahead = 0 if args.sync else args.num_batches_to_accumulate
@@ -519,17 +550,16 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         if not saved:
             save("checkpoint.pt")
         while step + batch_size <= args.total_timesteps:
-            # Dataset: rollouts side by side; without --sync the actors already play the next ones
+            # Dataset: rollouts side by side
             start = time.perf_counter()
             columns, episodes, env_s, policy_s = zip(*next(datasets), strict=True)
             batch = {name: torch.cat([x[name] for x in columns], 1) for name in columns[0]}
-            del columns  # batch is a copy
             lag = agent.version - batch.pop("version")
             batch["valid"] *= lag < args.max_policy_lag
             valid = batch["valid"].bool()
             received = time.perf_counter()
 
-            # Advantages. New statistics of frames: even the first ratio is not 1
+            # Advantages. The network's input changes with the statistics of frames
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             with torch.no_grad():
                 _, last_value = agent(batch["obs"][T])
@@ -564,10 +594,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 **means,
                 "train/explained_variance": explained,
                 "train/lr": lr,
-                "train/ent_coef": ent_coef,
                 "train/valid_frac": valid.float().mean().item(),
-                "train/return_mean": agent.returns.mean.item(),
-                "train/return_std": agent.returns.std.item(),
                 "async/policy_lag_mean": lag.mean().item(),
                 "async/policy_lag_max": int(lag.max()),
                 "time/sps": batch_size / (learned - start),
@@ -576,16 +603,18 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }
-            # At or just past a multiple of eval_every
-            if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            if RANK == 0 and args.eval_episodes and due:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            if len(recent) == 100 and np.mean(recent) > best:
+            is_best = len(recent) == 100 and np.mean(recent) > best
+            if is_best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
+            due = time.monotonic() - run.last_save >= args.checkpoint_every
+            if is_best or is_last or due:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         if RANK == 0 and args.eval_episodes:
@@ -641,7 +670,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vector environments report
+        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -667,47 +696,16 @@ class UsageError(ValueError):
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed below 2 ** 31 for a named stream of random numbers, independent of other streams."""
+    """A seed below 2 ** 31 for a named stream of random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0]) // 2
 
 
 def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's processes; without torchrun x itself."""
+    """The sum of a tensor over torchrun's processes."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
     return x
-
-
-def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
-    """Set net's gradient of the weighted mean of the losses over all ranks -> means of the terms.
-
-    loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
-    backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
-    """
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
-    means = 0
-    net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
-    if WORLD > 1:
-        for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad)
-    return dict(zip(terms, sum_over_ranks(means), strict=True))
-
-
-def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps; raise FloatingPointError if one is not finite."""
-    table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
-    if not np.isfinite(list(means.values())).all():
-        raise FloatingPointError(f"training has diverged: {means}")
-    return means
 
 
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
@@ -754,8 +752,9 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
-    ctypes.CDLL(None).mallopt(-1, -1)  # memory, so that it does not cause page faults again
+    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+    ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
 
 
@@ -806,18 +805,15 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
-        path, rows = self.folder / "metrics.csv", []
-        if path.exists():
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= self.step]
-                columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
+        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        path = self.folder / "metrics.csv"
+        old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+        columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
-        self.table.writerows(rows)
-        os.replace(self.file.name, path)  # it stays open under its new name
+        self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -841,9 +837,6 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
-        if Path(run, "best.pt").exists():  # may be newer than the checkpoint
-            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
-            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None

@@ -56,7 +56,7 @@ from tqdm import tqdm
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes (torchrun)
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # number of this process
 SCRIPT = Path(__file__).stem
-ROWS_ON_CPU = 64  # default of --micro-batch on a CPU
+ROWS_ON_CPU = 1  # default of --micro-batch on a CPU: a fragment of num_steps rows
 
 
 def as_schedule(numbers):
@@ -88,7 +88,7 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 64)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU one fragment
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -108,7 +108,7 @@ class Args:
     adam_eps: NonNegativeFloat = 6.25e-12  # 1e-8 / 1600: the entry sums the losses of 1600 rows
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: also act meanwhile (faster, older rows)
-    num_batches_to_accumulate: NonNegativeInt = 2  # batches actors may be ahead, with --no-sync
+    num_batches_to_accumulate: NonNegativeInt = 2  # batches actors may be ahead
     replay_slots: NonNegativeInt = 16  # newest batches kept for replay, 51 MB each; 0 = none
     replay_proportion: Annotated[float, Field(ge=0, le=100)] = 3  # replayed batches per new one
     # algorithm
@@ -130,10 +130,6 @@ class Args:
             raise ValueError(f"--total-timesteps: at least {self.minibatch_size * WORLD}")
         if self.start_level and not self.num_levels or self.start_level + self.num_levels >= 2**31:
             raise ValueError("--start-level: needs --num-levels; sum below 2 ** 31")
-        if self.replay_proportion and not self.replay_slots:
-            raise ValueError("--replay-proportion: needs --replay-slots")
-        if self.eval_every and not self.eval_episodes:
-            raise ValueError("--eval-every: needs --eval-episodes")
 
 
 # --- environment ---
@@ -170,7 +166,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.frames = [*self.frames[1:], frame]
         done = terminated | truncated
         if done.any():
-            # EnvPool would reset in the next step and ignore its action; reset now, it does not
+            # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))
             for kept in self.frames:  # safe: each step has a new array
                 kept[done] = first
@@ -264,7 +260,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -272,7 +268,7 @@ def sample(logits, generator=None):
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
     """V-trace (Espeholt et al. 2018, 4.1, 4.2, rho-bar = c-bar = 1) -> vs, rho * advantage: (T, N).
 
-    reward, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's observation.
+    reward, done: (T, N), of row t's step. value: (T + 1, N), of row t's observation.
     rho: (T, N), pi(a_t|x_t) / mu(a_t|x_t). pi and value are the learner's, mu the actors'.
     """
     discount = gamma * (1 - done)
@@ -313,10 +309,9 @@ def impala_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
         "loss/value": value_loss,
         "loss/entropy": entropy,
         "train/approx_kl": rho - 1 - log_rho,
-        "train/rho_mean": rho.clamp(max=1),
     }
     means = {name: term.mean(0) for name, term in terms.items()}
-    return loss.mean(0), means | {"value": value[:-1].detach().T, "target": vs.T}
+    return loss.mean(0), means, (value[:-1].detach().T, vs.T)
 
 
 def explained_variance(value, target) -> float | None:
@@ -334,13 +329,13 @@ def schedule(step: int, numbers: tuple[float, ...]) -> float:
 
 
 class Group:
-    """Environments that step together in their own thread, and their state between two rollouts."""
+    """Environments that step together in a thread, and their state between two rollouts."""
 
     def __init__(self, envs, obs, seed: int, device: torch.device):
         self.envs = envs
         self.obs = obs  # what the next actions are chosen from
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
-        self.thread = ThreadPool(1)  # unlike ThreadPoolExecutor: a step that hangs lets Python exit
+        self.thread = ThreadPool(1)  # a daemon: a step that hangs lets Python exit
 
 
 class Actors:
@@ -352,7 +347,7 @@ class Actors:
         self.publish(agent)
 
     def publish(self, agent):
-        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
+        """Actors use this copy from their next step on. It never changes: it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
@@ -366,7 +361,7 @@ class Actors:
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
 
     def stop(self):
-        """End rollouts at their next step, then close the environments, except those that hang."""
+        """End rollouts at their next step and close the environments, except those that hang."""
         self.stopped = True
         for group in self.groups:
             group.thread.apply_async(group.envs.close).wait(3)  # at most 3 seconds
@@ -410,24 +405,55 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
 # --- training ---
 
 
+def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+    """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
+
+    loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
+    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    """
+    column = next(iter(minibatch.values()))
+    weight = torch.ones(len(column), device=column.device) if weight is None else weight
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    means = 0
+    net.zero_grad()
+    for start in range(0, max(len(weight), 1), size):  # even without rows
+        piece = slice(start, start + size)
+        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
+        share = weight[piece] / total
+        (losses * share).sum().backward()
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    if WORLD > 1:
+        for parameter in net.parameters():
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
+
+
+def mean_of(updates: list[dict]) -> dict:
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
+    table = torch.stack([torch.stack(list(update.values())) for update in updates])
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
+    if not np.isfinite(list(means.values())).all():
+        raise FloatingPointError(f"training has diverged: {means}")
+    return means
+
+
 def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args: Args) -> dict:
     """Train on each batch update_epochs times -> means over the passes on the new batch.
 
     batches: the new one, then the replayed ones; columns (B, T) of B fragments, obs one step more.
     """
-    weight = torch.ones(len(batches[0]["obs"]), device=batches[0]["obs"].device)  # all count
-    size = args.micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else args.minibatch_size)
-    fragments = max(1, size // args.num_steps)  # per forward pass: V-trace needs whole ones
+    fragments = math.ceil(args.micro_batch / args.num_steps)  # V-trace needs whole ones
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
 
     def loss(rows):
-        losses, terms = impala_loss(agent, rows, ent_coef, args)
-        critic.append((terms.pop("value"), terms.pop("target")))
+        losses, terms, values_and_targets = impala_loss(agent, rows, ent_coef, args)
+        critic.append(values_and_targets)
         return losses, terms
 
     for batch in batches:
         for _ in range(args.update_epochs):
-            means = gradient(agent, loss, batch, weight, fragments)
+            means = gradient(agent, loss, batch, fragments)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
             optimizer.step()
@@ -435,10 +461,8 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args
             actors.publish(agent)
             updates.append(means)
     means = mean_of(updates[: args.update_epochs])
-    if len(batches) > 1:
-        means["replay/rho_mean"] = mean_of(updates[args.update_epochs :])["train/rho_mean"]
-    # The first forward passes are those of the new batch
-    value, target = (torch.cat(x)[: len(weight)] for x in zip(*critic, strict=True))
+    # The first fragments are those of the new batch
+    value, target = (torch.cat(x)[: len(batches[0]["obs"])] for x in zip(*critic, strict=True))
     return means | {"train/explained_variance": explained_variance(value, target)}
 
 
@@ -448,14 +472,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     make_envs(args, num_envs, seed, test=False), called per group, returns any VectorEnv with
     same-step autoreset, uint8 (C, H, W) observations, Discrete actions and
     RecordEpisodeStatistics' info["episode"]. saved: `load("runs/NAME")` continues that run.
-    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    Raises UsageError, FloatingPointError (diverged), KeyboardInterrupt.
     """
     args, saved, device = set_up(args, saved)
     T, N = args.num_steps, args.num_envs // args.num_groups
     batch_size = args.minibatch_size * WORLD
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each resumed part of a run has its own episodes and actions
+    # Each rank and each part of a resumed run has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
@@ -474,7 +498,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
     if args.compile:
-        agent.compile()  # not the actors' copies
+        agent.compile()  # the actors' copies stay eager
     replay_rng = random.Random(args.seed)  # the same on all ranks: they need equally many passes
     ring = deque(maxlen=args.replay_slots if args.replay_proportion else 0)  # newest; not saved
 
@@ -494,19 +518,17 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         if not saved:
             save("checkpoint.pt")
         while step + batch_size <= args.total_timesteps:
-            # Batch: rollouts side by side. Without --sync the actors already play the next ones.
+            # Batch: rollouts side by side
             start = time.perf_counter()
             columns, episodes, env_s, policy_s = zip(*next(datasets), strict=True)
             batch = {name: torch.cat([x[name] for x in columns]).to(device) for name in columns[0]}
-            del columns  # batch is a copy
-            episodes = sum(episodes, [])
             lag = agent.version - batch["version"]
             received = time.perf_counter()
 
             # Replay: batches drawn uniformly from the ring, which contains the new one
             ring.append(batch)
-            extra = replay_rng.random() < args.replay_proportion % 1  # 2.5: two or three
-            replayed = [replay_rng.choice(ring) for _ in range(int(args.replay_proportion) + extra)]
+            copies = int(args.replay_proportion + replay_rng.random())  # 2.5: two or three
+            replayed = [replay_rng.choice(ring) for _ in range(copies)] if ring else []
 
             # Learning
             lr = schedule(step, args.lr)
@@ -519,37 +541,37 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             learned = time.perf_counter()
 
             # Losses are means over ranks; episodes and seconds are rank 0's
-            returns = [episode[1] for episode in episodes]
-            lengths = [episode[2] for episode in episodes]
+            returns = [episode[1] for rollout in episodes for episode in rollout]
+            lengths = [episode[2] for rollout in episodes for episode in rollout]
             metrics = {
                 "step": step,
                 "iteration": iteration,
-                "episode/return": np.mean(returns) if episodes else None,
-                "episode/length": np.mean(lengths) if episodes else None,
-                "episode/count": len(episodes),
-                "replay/count": len(replayed),
+                "episode/return": np.mean(returns) if returns else None,
+                "episode/length": np.mean(lengths) if returns else None,
+                "episode/count": len(returns),
                 **means,
                 "train/lr": lr,
-                "train/ent_coef": ent_coef,
                 "async/policy_lag_mean": lag.mean(),
                 "async/policy_lag_max": lag.max(),
                 "time/sps": batch_size / (learned - start),
-                "time/env_s": sum(env_s),  # of all groups, which may play while the learner trains
+                "time/env_s": sum(env_s),  # of all groups
                 "time/policy_s": sum(policy_s),
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }
-            # At or just past a multiple of eval_every
-            if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            if RANK == 0 and args.eval_episodes and due:
                 for split, scores in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = scores["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            if len(recent) == 100 and np.mean(recent) > best:
+            is_best = len(recent) == 100 and np.mean(recent) > best
+            if is_best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
+            due = time.monotonic() - run.last_save >= args.checkpoint_every
+            if is_best or is_last or due:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         if RANK == 0 and args.eval_episodes:
@@ -608,7 +630,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vector environments report
+        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -634,47 +656,16 @@ class UsageError(ValueError):
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed below 2 ** 31 for a named stream of random numbers, independent of other streams."""
+    """A seed below 2 ** 31 for a named stream of random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0]) // 2
 
 
 def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's processes; without torchrun x itself."""
+    """The sum of a tensor over torchrun's processes."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
     return x
-
-
-def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
-    """Set net's gradient of the weighted mean of the losses over all ranks -> means of the terms.
-
-    loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
-    backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
-    """
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
-    means = 0
-    net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
-    if WORLD > 1:
-        for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad)
-    return dict(zip(terms, sum_over_ranks(means), strict=True))
-
-
-def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps; raise FloatingPointError if one is not finite."""
-    table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
-    if not np.isfinite(list(means.values())).all():
-        raise FloatingPointError(f"training has diverged: {means}")
-    return means
 
 
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
@@ -721,8 +712,9 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
-    ctypes.CDLL(None).mallopt(-1, -1)  # memory, so that it does not cause page faults again
+    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+    ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
 
 
@@ -773,18 +765,15 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
-        path, rows = self.folder / "metrics.csv", []
-        if path.exists():
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= self.step]
-                columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
+        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        path = self.folder / "metrics.csv"
+        old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+        columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
-        self.table.writerows(rows)
-        os.replace(self.file.name, path)  # it stays open under its new name
+        self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -808,9 +797,6 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
-        if Path(run, "best.pt").exists():  # may be newer than the checkpoint
-            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
-            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None

@@ -10,14 +10,14 @@
     python ppo_atari_rnd.py --env-id MontezumaRevenge  # 492M steps, 1.97e9 frames
     python ppo_atari_rnd.py --resume runs/NAME         # continue a run; flags given now win
 
-A frame's bonus is a trained predictor's error on a fixed random network's features of it.
+A frame's bonus is a predictor's error on a fixed random network's features of it.
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438.
 Defaults: the paper's table 5. Unlike most PPO code (github.com/openai/random-network-distillation):
 - two value heads with one discount each; the intrinsic return does not stop at episode ends;
 - no standardization of advantages, no clipping of values or gradients;
 - a minibatch holds all rows of some environments, the same ones in every epoch;
 - the bonus of step t is for the newest frame of o_{t+1}, divided by the running std of discounted
-  sums of bonuses. The statistics of frames are those of the earlier rollouts.
+  sums of bonuses; frames are standardized by the statistics of earlier rollouts.
 Recurrent policy: benchmark/variants/rnd_recurrent.py. Departures, results: docs/ppo_atari_rnd.md.
 """
 
@@ -86,39 +86,39 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 256)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 256
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
     # environment
-    repeat_action_probability: Share = 0.25  # probability of repeating the last action, per frame
-    noop_max: Annotated[int, Field(ge=1, le=1000)] = 1  # no-ops at an episode's start: 1 to this
+    repeat_action_probability: Share = 0.25  # of repeating the last action, per frame
+    noop_max: PositiveInt = 1  # no-ops at an episode's start: 1 to this
     fire_reset: bool = False  # press FIRE at the start of an episode
     max_episode_steps: Annotated[int, Field(ge=1, lt=2**31)] = 4500  # time limit, in steps
     frame_size: Literal[84, 96] = 84  # width and height of the gray frames, in pixels
-    stack: Annotated[int, Field(ge=1, le=64)] = 4  # frames per observation
-    frame_channels: PositiveInt = 1  # last channels that are the newest frame; own RGB images: 3
+    stack: PositiveInt = 4  # frames per observation
+    frame_channels: PositiveInt = 1  # channels of the newest frame, the last ones; 3 for RGB
     num_envs: PositiveInt = 128  # parallel environments (per process)
     # optimization
     num_steps: PositiveInt = 128  # rollout length per environment
     minibatch_size: PositiveInt = 4096  # rows per SGD step and process, of whole environments
     update_epochs: PositiveInt = 4  # passes over a rollout
     lr: Schedule = (0, 1e-4)
-    """learning rate: a number, or 0 value step value ... (linear in between, then constant)"""
+    """learning rate, or 0 rate step rate ... (linear in between, then constant)"""
     adam_eps: NonNegativeFloat = 1e-8  # Adam's epsilon
-    max_grad_norm: NonNegativeFloat = 0  # clip the norm of the policy network's gradient; 0 = off
+    max_grad_norm: NonNegativeFloat = 0  # clip the norm of the policy's gradient; 0 = off
     # algorithm
     gamma: Share = 0.999  # discount of the game's rewards
     gamma_int: Share = 0.99  # discount of the bonus
     gae_lambda: Share = 0.95  # GAE's lambda, for both
     clip: NonNegativeFloat = 0.1  # clip range of the probability ratio; 0 = off
-    vf_coef: NonNegativeFloat = 1  # weight of the value loss, half the squared error of each head
+    vf_coef: NonNegativeFloat = 1  # weight of the value loss (half the squared error)
     ent_coef: Schedule = (0, 0.001)  # weight of the entropy; a number, or as --lr
-    ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off, explore only
-    int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
+    ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off
+    int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off
     bonus_after: NonNegativeInt = 0  # environment steps before the first bonus is paid
-    predictor_share: Share = 0  # rows that train the predictor; 0 = min(1, 32 / all environments)
-    warmup_steps: NonNegativeInt = 6400  # random steps per environment, for the frame statistics
+    predictor_share: Share = 0  # of the rows that train it; 0 = min(1, 32 / all environments)
+    warmup_steps: NonNegativeInt = 6400  # random ones per environment, for the frame statistics
     # network
     rnd_features: PositiveInt = 512  # outputs of target and predictor, width of its layers
 
@@ -128,57 +128,48 @@ class Args:
             raise ValueError(f"--minibatch-size: a multiple of --num-steps and a divisor of {rows}")
         if self.total_timesteps < rows * WORLD:
             raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
-        if self.eval_every and not self.eval_episodes:
-            raise ValueError("--eval-every: needs --eval-episodes")
 
 
 # --- environment ---
-
-ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has the room's number
 
 
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action, has reward 0 and returns the first observation of the
-    next episode: it is not a transition. Rewards are unclipped.
+    The step after an end ignores its action and returns the next episode's first observation: it is
+    no transition.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
-    def __init__(self, pool, num_envs: int, room_byte: int | None):
-        self.pool = pool
+    def __init__(self, envs, num_envs: int):
+        self.envs = envs
         self.num_envs = num_envs
-        self.room_byte = room_byte
-        shape = pool.observation_space.shape
-        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
-        self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any episode; `train` saves it
+        self.single_observation_space = envs.observation_space
+        self.single_action_space = envs.action_space
 
     def reset(self, *, seed=None, options=None):
-        return self.pool.reset()
+        return self.envs.reset()
 
     def step(self, actions):
-        obs, reward, terminated, truncated, info = self.pool.step(actions)
-        if self.room_byte is not None:
-            self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        # If a game ends exactly at the time limit, EnvPool reports only the truncation.
+        obs, reward, terminated, truncated, info = self.envs.step(actions)
+        # Of a game that ends at the time limit EnvPool reports only the truncation
         terminated = (terminated | truncated) & (info["terminated"] > 0)
         return obs, reward, terminated, truncated, info
 
     def close_extras(self, **kwargs):
-        self.pool.close()
+        self.envs.close()
 
 
-def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.vector.VectorEnv:
+def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     """Create Atari environments; those of an evaluation (test) are the same."""
-    with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
+    with contextlib.redirect_stderr(io.StringIO()):  # gym prints a banner
         import envpool
     game = args.env_id.removesuffix("-v5")
     specs = envpool.registration.registry.specs
     if specs.get(f"{game}-v5", [""])[0] != "envpool.atari":
-        raise UsageError(f"--env-id {args.env_id}: EnvPool has no Atari game of this name")
-    # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
+        raise UsageError(f"--env-id {args.env_id}: no Atari game of EnvPool")
+    # From one seed EnvPool makes seed + i: nearby seeds would share episodes
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) // 2  # below 2 ** 31
     envs = envpool.make(
         f"{game}-v5",
@@ -195,7 +186,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.v
         img_width=args.frame_size,
         stack_num=args.stack,
     )
-    envs = AtariEnvs(envs, num_envs, ROOM_BYTE.get(game))
+    envs = AtariEnvs(envs, num_envs)
     envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)  # of unclipped rewards
     return gym.wrappers.vector.TransformReward(envs, np.sign)
 
@@ -248,7 +239,7 @@ class Agent(nn.Module):
 
 
 class RunningMoments(nn.Module):
-    """Running mean and std of all rows seen, element by element; saved with the weights.
+    """Running mean and std of all rows seen, element by element.
 
     Starts as if `count` rows with mean 0 and this variance had been seen.
     """
@@ -263,7 +254,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, ...), broadcast to shape; pixel sums of 256 rows are exact in fp32 (< 2^24)."""
+        """x: (B, ...), broadcast to shape. fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -298,26 +289,21 @@ class RND(nn.Module):
         self.target.requires_grad_(False)
         self.to(memory_format=torch.channels_last)
 
-    def outputs(self, network, frames):
-        """Standardized frames, uint8 (B, C, H, W), through the target or the predictor: (B, D)."""
+    def features(self, network, frames):
+        """The target's or the predictor's outputs for uint8 frames (B, C, H, W): (B, D)."""
         x = ((frames.float() - self.frames.mean) / self.frames.std).clamp(-5, 5)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             x = network(x)
         return x.float()
 
-    @torch.no_grad()
-    def features(self, frames):
-        """The target network's outputs, which the predictor learns."""
-        return self.outputs(self.target, frames)
-
-    def error(self, frames, features):
+    def error(self, frames, targets):
         """The predictor's squared error, averaged over features: (B,). Both bonus and loss."""
-        return (self.outputs(self.predictor, frames) - features).square().mean(1)
+        return (self.features(self.predictor, frames) - targets).square().mean(1)
 
     def normalize(self, bonus):
         """Divide bonuses (T, N) by the running std of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
 
-        The sums continue through ends of episodes and rollouts; this rollout's enter the std first.
+        The sums run through ends of episodes and rollouts; this rollout's enter the std first.
         """
         sums = []
         for row in bonus:
@@ -331,7 +317,7 @@ class RND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -339,8 +325,8 @@ def sample(logits, generator=None):
 def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation. There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N), of row t's step. value: (T + 1, N), of its observation. There
+    is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -353,7 +339,7 @@ def ppo_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
     """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared error, summed
-    over the heads in use. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
+    over the heads in use. train/approx_kl: r - 1 - log r, an estimate of the KL.
     """
     clip = args.clip or math.inf
     logits, values = agent(rows["obs"])
@@ -391,6 +377,39 @@ def schedule(step: int, numbers: tuple[float, ...]) -> float:
 # --- training ---
 
 
+def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+    """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
+
+    loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
+    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    """
+    column = next(iter(minibatch.values()))
+    weight = torch.ones(len(column), device=column.device) if weight is None else weight
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    means = 0
+    net.zero_grad()
+    for start in range(0, max(len(weight), 1), size):  # even without rows
+        piece = slice(start, start + size)
+        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
+        share = weight[piece] / total
+        (losses * share).sum().backward()
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    if WORLD > 1:
+        for parameter in net.parameters():
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
+
+
+def mean_of(updates: list[dict]) -> dict:
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
+    table = torch.stack([torch.stack(list(update.values())) for update in updates])
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
+    if not np.isfinite(list(means.values())).all():
+        raise FloatingPointError(f"training has diverged: {means}")
+    return means
+
+
 def learn(agent, rnd, optimizer, batch: dict, ent_coef: float, args: Args) -> dict:
     """Train policy and predictor on a rollout for several epochs -> means over all minibatches.
 
@@ -409,13 +428,12 @@ def learn(agent, rnd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
     for _ in range(args.update_epochs):
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # same order every epoch
             minibatch = {name: x[first : first + args.minibatch_size] for name, x in batch.items()}
-            means = gradient(agent, policy_loss, minibatch, minibatch["valid"], args.micro_batch)
-            # Drawn on the CPU: selecting rows by a mask on the GPU would wait for all its work
+            means = gradient(agent, policy_loss, minibatch, args.micro_batch, minibatch["valid"])
+            # On the CPU: selecting rows by a mask on the GPU would wait for all its work
             drawn = (torch.rand(args.minibatch_size) < predictor_share).nonzero().squeeze(1)
             drawn = drawn.to(batch["obs"].device, non_blocking=True)
             minibatch = {name: minibatch[name][drawn] for name in ("frame", "feature")}
-            weight = torch.ones(len(drawn), device=drawn.device)  # all drawn rows count
-            means |= gradient(rnd.predictor, predictor_loss, minibatch, weight, args.micro_batch)
+            means |= gradient(rnd.predictor, predictor_loss, minibatch, args.micro_batch)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
             optimizer.step()
@@ -427,16 +445,16 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
 
     make_envs(args, num_envs, seed, test=False): returns any VectorEnv with next-step autoreset,
-    uint8 (C, H, W) observations (newest frame last), Discrete actions and episodes reported in
-    info["episode"], as RecordEpisodeStatistics does. saved: `load("runs/NAME")` continues that run
-    with these args. Raises UsageError, FloatingPointError (training diverged), KeyboardInterrupt.
+    uint8 (C, H, W) observations, Discrete actions and RecordEpisodeStatistics' info["episode"].
+    saved: `load("runs/NAME")` continues that run with these args.
+    Raises UsageError, FloatingPointError (diverged), KeyboardInterrupt.
     """
     args, saved, device = set_up(args, saved)
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each resumed part of a run has its own episodes and actions
+    # Each rank and each part of a resumed run has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream_seed(args.seed, stream))
     obs, _ = envs.reset()
@@ -450,23 +468,20 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
     parts = {"agent": agent, "rnd": rnd, "optimizer": optimizer}
-    # The environments' own array, which they keep updating
-    rooms_ever = torch.from_numpy(getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool)))
     if saved:
-        sums = saved["rnd"]["discounted"]  # of rank 0's environments, repeated or cut to N
-        saved["rnd"]["discounted"] = sums[torch.arange(N) % len(sums)]
+        sums = saved["rnd"]["discounted"]  # of rank 0's environments
+        saved["rnd"]["discounted"] = torch.from_numpy(np.resize(sums, N))  # repeated or cut
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
-        rooms_ever |= saved["rooms_ever"]
     if args.compile:
         agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and the predictor's rows
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
-    # done_{t+1}), and for the predictor the newest frame of obs_{t+1}. The row after an end is not
-    # valid: its action is ignored. The predictor also trains on its frame, the first of the next
-    # episode; otherwise that frame would stay novel and dying would be rewarded.
+    # done_{t+1}); for the predictor the newest frame of obs_{t+1}. The row after an end is not
+    # valid: its action is ignored. The predictor trains on its frame, too, the next episode's
+    # first; otherwise it would stay novel and dying would be rewarded.
     rollout = {
         "obs": torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
@@ -484,18 +499,17 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     metrics = {}
 
     def save(name: str):
-        run.save(name, parts, step=step, iteration=iteration, best=best, rooms_ever=rooms_ever)
+        run.save(name, parts, step=step, iteration=iteration, best=best)
 
     try:
         if not saved:
             save("checkpoint.pt")
-        if step == 0:
+        if step == 0:  # a run that was stopped before has seen some frames
             run.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
-            # sums[0] counts frames; a run stopped in its first iteration has seen some already
-            while rnd.frames.sums[0].max() < args.warmup_steps * N * WORLD:
-                obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
-                rnd.frames.update(torch.from_numpy(obs[:, newest]).to(device))
-            obs, _ = envs.reset()
+        while step == 0 and rnd.frames.sums[0].max() < args.warmup_steps * N * WORLD:
+            obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
+            rnd.frames.update(torch.from_numpy(obs[:, newest]).to(device))
+        obs, _ = envs.reset()  # no episode includes random steps
         while step + batch_size <= args.total_timesteps:
             # Rollout
             start = time.perf_counter()
@@ -522,14 +536,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 run.bar.update(N * WORLD)
             rollout["obs"][T] = torch.from_numpy(obs)
 
-            # Bonus under the frame statistics so far, which then take in this rollout
+            # Bonus by the frame statistics so far, which then take in this rollout
             frames = rollout["obs"][1:, :, newest]
             with torch.no_grad():
-                errors = torch.stack([rnd.error(x, rnd.features(x)) for x in frames])
+                errors = torch.stack([rnd.error(x, rnd.features(rnd.target, x)) for x in frames])
             bonus = rnd.normalize(errors).cpu() * (step >= args.bonus_after)
             rnd.frames.update(frames.flatten(0, 1))
-            # The predictor learns features under the new statistics, as in OpenAI's code
-            features = torch.stack([rnd.features(x) for x in frames])
+            # The predictor learns features by the new statistics, as in OpenAI's code
+            features = torch.stack([rnd.features(rnd.target, x) for x in frames])
 
             # Advantages. After a truncation row t + 1 still shows the episode: it bootstraps
             with torch.no_grad():
@@ -544,7 +558,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             target_ext, target_int = targets[valid].unbind(-1)
             columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
             columns |= {"obs": rollout["obs"][:T], "frame": frames, "feature": features}
-            # Environment by environment, so that a slice of rows is one of the paper's minibatches
+            # Environment by environment: a slice of rows is one of the paper's minibatches
             batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
             acted = time.perf_counter()
 
@@ -566,33 +580,31 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "episode/return": np.mean(returns) if episodes else None,
                 "episode/length": np.mean(lengths) if episodes else None,
                 "episode/count": len(episodes),
-                "episode/rooms_ever": rooms_ever.sum().item() or None,
                 **means,
                 "train/explained_variance": explained_variance(value_ext, target_ext),
                 "train/lr": lr,
-                "train/ent_coef": ent_coef,
-                "train/valid_frac": valid.float().mean().item(),
                 "ext/reward": rewards[valid].mean().item(),
                 "int/reward_raw": errors.mean().item(),
                 "int/reward": bonus.mean().item(),
                 "int/divisor": rnd.returns.std.item(),
-                "int/return_std": target_int.std().item(),
                 "int/explained_variance": explained_variance(value_int, target_int),
                 "time/sps": batch_size / (learned - start),
                 "time/env_s": env_s,
                 "time/policy_s": acted - start - env_s,
                 "time/learn_s": learned - acted,
             }
-            # At or just past a multiple of eval_every
-            if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            if RANK == 0 and args.eval_episodes and due:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            if len(recent) == 100 and np.mean(recent) > best:
+            is_best = len(recent) == 100 and np.mean(recent) > best
+            if is_best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
+            due = time.monotonic() - run.last_save >= args.checkpoint_every
+            if is_best or is_last or due:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         envs.close()
@@ -601,7 +613,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # Weights, statistics may include part of an iteration, whose steps do not count
+        # The weights may include part of an iteration, whose steps do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -648,7 +660,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vector environments report
+        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -674,47 +686,16 @@ class UsageError(ValueError):
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed below 2 ** 31 for a named stream of random numbers, independent of other streams."""
+    """A seed below 2 ** 31 for a named stream of random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0]) // 2
 
 
 def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's processes; without torchrun x itself."""
+    """The sum of a tensor over torchrun's processes."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
     return x
-
-
-def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
-    """Set net's gradient of the weighted mean of the losses over all ranks -> means of the terms.
-
-    loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
-    backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
-    """
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
-    means = 0
-    net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
-    if WORLD > 1:
-        for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad)
-    return dict(zip(terms, sum_over_ranks(means), strict=True))
-
-
-def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps; raise FloatingPointError if one is not finite."""
-    table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
-    if not np.isfinite(list(means.values())).all():
-        raise FloatingPointError(f"training has diverged: {means}")
-    return means
 
 
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
@@ -761,8 +742,9 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
-    ctypes.CDLL(None).mallopt(-1, -1)  # memory, so that it does not cause page faults again
+    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+    ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
 
 
@@ -813,18 +795,15 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
-        path, rows = self.folder / "metrics.csv", []
-        if path.exists():
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= self.step]
-                columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
+        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        path = self.folder / "metrics.csv"
+        old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+        columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
-        self.table.writerows(rows)
-        os.replace(self.file.name, path)  # it stays open under its new name
+        self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -848,9 +827,6 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
-        if Path(run, "best.pt").exists():  # may be newer than the checkpoint
-            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
-            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None

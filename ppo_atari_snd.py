@@ -85,25 +85,25 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 256)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 256
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
     # environment
-    repeat_action_probability: Share = 0.25  # probability of repeating the last action, per frame
-    noop_max: Annotated[int, Field(ge=1, le=1000)] = 30  # episodes start with 1 to 30 no-ops
+    repeat_action_probability: Share = 0.25  # of repeating the last action, per frame
+    noop_max: PositiveInt = 30  # episodes start with 1 to 30 no-ops
     fire_reset: bool = False  # press FIRE at the start of an episode
     max_episode_steps: Annotated[int, Field(ge=1, lt=2**31)] = 4500  # time limit, in steps
     frame_size: Literal[84, 96] = 96  # width and height of the gray frames, in pixels
-    stack: Annotated[int, Field(ge=1, le=64)] = 4  # frames per observation
-    frame_channels: PositiveInt = 1  # last channels that are the newest frame; own RGB images: 3
+    stack: PositiveInt = 4  # frames per observation
+    frame_channels: PositiveInt = 1  # channels of the newest frame, the last ones; 3 for RGB
     num_envs: PositiveInt = 128  # parallel environments (per process)
     # optimization
     num_steps: PositiveInt = 128  # rollout length per environment
     minibatch_size: PositiveInt = 512  # rows per SGD step and process; must divide the rollout
     update_epochs: PositiveInt = 4  # how often a row is drawn, on average
     lr: Schedule = (0, 1e-4)
-    """learning rate: a number, or 0 value step value ... (linear in between, then constant)"""
+    """learning rate, or 0 rate step rate ... (linear in between, then constant)"""
     adam_eps: NonNegativeFloat = 1e-8  # Adam's epsilon
     max_grad_norm: NonNegativeFloat = 0.5  # clip the norm of the policy's gradient; 0 = off
     # algorithm
@@ -111,11 +111,11 @@ class Args:
     gamma_int: Share = 0.99  # discount of the bonus
     gae_lambda: Share = 0.95  # GAE's lambda, for both
     clip: NonNegativeFloat = 0.1  # clip range of the probability ratio; 0 = off
-    vf_coef: NonNegativeFloat = 1  # weight of the value loss, half the squared error of each head
+    vf_coef: NonNegativeFloat = 1  # weight of the value loss (half the squared error)
     ent_coef: Schedule = (0, 0.001)  # weight of the entropy; a number, or as --lr
-    ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off, explore only
-    int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off, PPO without a bonus
-    eta: NonNegativeFloat = 0.5  # bonus = this x the mean squared error of the predicted features
+    ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off
+    int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off
+    eta: NonNegativeFloat = 0.5  # bonus = this x the mean squared error of the prediction
     int_clip: NonNegativeFloat = 1  # largest bonus; 0 = off
     pairs: PositiveInt = 64  # pairs of frames per process and SGD step of the target
     predictor_share: Share = 0  # of the features that train it; 0 = min(1, 32 / all environments)
@@ -129,57 +129,48 @@ class Args:
             raise ValueError(f"--minibatch-size {self.minibatch_size}: must be a divisor of {rows}")
         if self.total_timesteps < rows * WORLD:
             raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
-        if self.eval_every and not self.eval_episodes:
-            raise ValueError("--eval-every: needs --eval-episodes")
 
 
 # --- environment ---
-
-ROOM_BYTE = {"MontezumaRevenge": 3, "Pitfall": 1}  # where the console's RAM has the room's number
 
 
 class AtariEnvs(gym.vector.VectorEnv):
     """EnvPool's Atari: uint8 (N, frames, S, S), the newest frame last, next-step autoreset.
 
-    The step after an end ignores its action, has reward 0 and returns the first observation of the
-    next episode: it is not a transition. Rewards are unclipped.
+    The step after an end ignores its action and returns the next episode's first observation: it is
+    no transition.
     """
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
 
-    def __init__(self, pool, num_envs: int, room_byte: int | None):
-        self.pool = pool
+    def __init__(self, envs, num_envs: int):
+        self.envs = envs
         self.num_envs = num_envs
-        self.room_byte = room_byte
-        shape = pool.observation_space.shape
-        self.single_observation_space = gym.spaces.Box(0, 255, shape, np.uint8)
-        self.single_action_space = gym.spaces.Discrete(pool.action_space.n)
-        self.rooms_ever = np.zeros(256, bool)  # seen in any episode; `train` saves it
+        self.single_observation_space = envs.observation_space
+        self.single_action_space = envs.action_space
 
     def reset(self, *, seed=None, options=None):
-        return self.pool.reset()
+        return self.envs.reset()
 
     def step(self, actions):
-        obs, reward, terminated, truncated, info = self.pool.step(actions)
-        if self.room_byte is not None:
-            self.rooms_ever[info["ram"][:, self.room_byte]] = True
-        # If a game ends exactly at the time limit, EnvPool reports only the truncation.
+        obs, reward, terminated, truncated, info = self.envs.step(actions)
+        # Of a game that ends at the time limit EnvPool reports only the truncation
         terminated = (terminated | truncated) & (info["terminated"] > 0)
         return obs, reward, terminated, truncated, info
 
     def close_extras(self, **kwargs):
-        self.pool.close()
+        self.envs.close()
 
 
-def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.vector.VectorEnv:
+def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     """Create Atari environments; those of an evaluation (test) are the same."""
-    with contextlib.redirect_stderr(io.StringIO()):  # envpool imports gym, which prints a banner
+    with contextlib.redirect_stderr(io.StringIO()):  # gym prints a banner
         import envpool
     game = args.env_id.removesuffix("-v5")
     specs = envpool.registration.registry.specs
     if specs.get(f"{game}-v5", [""])[0] != "envpool.atari":
-        raise UsageError(f"--env-id {args.env_id}: EnvPool has no Atari game of this name")
-    # With one seed, EnvPool seeds environment i with seed + i: nearby seeds would share episodes.
+        raise UsageError(f"--env-id {args.env_id}: no Atari game of EnvPool")
+    # From one seed EnvPool makes seed + i: nearby seeds would share episodes
     seeds = np.random.SeedSequence(seed).generate_state(num_envs) // 2  # below 2 ** 31
     envs = envpool.make(
         f"{game}-v5",
@@ -196,7 +187,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.v
         img_width=args.frame_size,
         stack_num=args.stack,
     )
-    envs = AtariEnvs(envs, num_envs, ROOM_BYTE.get(game))
+    envs = AtariEnvs(envs, num_envs)
     envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)  # of unclipped rewards
     return gym.wrappers.vector.TransformReward(envs, np.sign)
 
@@ -252,7 +243,7 @@ class Agent(nn.Module):
 
 
 class RunningMoments(nn.Module):
-    """Running mean and std of all rows seen, element by element; saved with the weights.
+    """Running mean and std of all rows seen, element by element.
 
     Starts as if `count` rows with mean 0 and this variance had been seen.
     """
@@ -267,7 +258,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, ...), broadcast to shape; pixel sums of 256 rows are exact in fp32 (< 2^24)."""
+        """x: (B, ...), broadcast to shape. fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -341,7 +332,7 @@ class SND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -349,8 +340,8 @@ def sample(logits, generator=None):
 def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, terminated, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's
-    observation. There is no value after a termination, and any end (`done`) cuts the sum.
+    reward, terminated, done: (T, N), of row t's step. value: (T + 1, N), of its observation. There
+    is no value after a termination, and any end (`done`) cuts the sum.
     """
     delta = reward + gamma * value[1:] * (1 - terminated) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -363,7 +354,7 @@ def ppo_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
     """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared error, summed
-    over the heads in use. train/approx_kl: the estimate r - 1 - log r of KL(old || new).
+    over the heads in use. train/approx_kl: r - 1 - log r, an estimate of the KL.
     """
     clip = args.clip or math.inf
     logits, values = agent(rows["obs"])
@@ -422,6 +413,39 @@ def contrastive(a, b, far):
 # --- training ---
 
 
+def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+    """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
+
+    loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
+    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    """
+    column = next(iter(minibatch.values()))
+    weight = torch.ones(len(column), device=column.device) if weight is None else weight
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    means = 0
+    net.zero_grad()
+    for start in range(0, max(len(weight), 1), size):  # even without rows
+        piece = slice(start, start + size)
+        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
+        share = weight[piece] / total
+        (losses * share).sum().backward()
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    if WORLD > 1:
+        for parameter in net.parameters():
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
+
+
+def mean_of(updates: list[dict]) -> dict:
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
+    table = torch.stack([torch.stack(list(update.values())) for update in updates])
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
+    if not np.isfinite(list(means.values())).all():
+        raise FloatingPointError(f"training has diverged: {means}")
+    return means
+
+
 def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> dict:
     """Train policy, predictor and target, one SGD step per minibatch -> means over all minibatches.
 
@@ -430,7 +454,6 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
     frames = batch["obs"][:, -args.frame_channels :]
     drawn = torch.randint(len(frames), (args.update_epochs * len(frames),), device=frames.device)
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
-    weight = torch.ones(args.pairs, device=frames.device)  # all pairs count
     updates = []  # the means of each SGD step
 
     def policy_loss(rows):
@@ -438,17 +461,17 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
 
     for index in drawn.split(args.minibatch_size):
         minibatch = {name: column[index] for name, column in batch.items()}
-        means = gradient(agent, policy_loss, minibatch, minibatch["valid"], args.micro_batch)
+        means = gradient(agent, policy_loss, minibatch, args.micro_batch, minibatch["valid"])
         limit = args.max_grad_norm or math.inf  # inf: only measures the norm
         means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
         mask = torch.rand(len(index), args.snd_features, device=frames.device) < share
         rows = {"frame": frames[index], "mask": mask}  # it drops single features, not rows
-        means |= gradient(snd.predictor, snd.predictor_loss, rows, mask.sum(1), args.micro_batch)
+        means |= gradient(snd.predictor, snd.predictor_loss, rows, args.micro_batch, mask.sum(1))
         first, other = torch.randint(len(frames), (2, args.pairs), device=frames.device)
         same = torch.rand(args.pairs, device=frames.device) < 0.5
         second = torch.where(same, first, other)
         pairs = {"first": frames[first], "second": frames[second], "far": first != second}
-        means |= gradient(snd.target, snd.target_loss, pairs, weight, args.pairs)  # in one piece
+        means |= gradient(snd.target, snd.target_loss, pairs, args.pairs)  # in one piece
         optimizer.step()
         updates.append(means)
     return mean_of(updates)
@@ -458,16 +481,16 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     """Train; returns the last metrics, "step", "agent", "run" (the folder) and "eval".
 
     make_envs(args, num_envs, seed, test=False): returns any VectorEnv with next-step autoreset,
-    uint8 (C, H, W) observations (newest frame last), Discrete actions and episodes reported in
-    info["episode"], as RecordEpisodeStatistics does. saved: `load("runs/NAME")` continues that run
-    with these args. Raises UsageError, FloatingPointError (training diverged), KeyboardInterrupt.
+    uint8 (C, H, W) observations, Discrete actions and RecordEpisodeStatistics' info["episode"].
+    saved: `load("runs/NAME")` continues that run with these args.
+    Raises UsageError, FloatingPointError (diverged), KeyboardInterrupt.
     """
     args, saved, device = set_up(args, saved)
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each resumed part of a run has its own episodes and actions
+    # Each rank and each part of a resumed run has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream_seed(args.seed, stream))
     obs, _ = envs.reset()
@@ -481,12 +504,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     parameters = [*agent.parameters(), *snd.parameters()]
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
     parts = {"agent": agent, "snd": snd, "optimizer": optimizer}
-    rooms_ever = torch.from_numpy(getattr(envs.unwrapped, "rooms_ever", np.zeros(256, bool)))
     if saved:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
-        rooms_ever |= saved["rooms_ever"]
     if args.compile:
         agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # all draws of training
@@ -510,7 +531,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     metrics = {}
 
     def save(name: str):
-        run.save(name, parts, step=step, iteration=iteration, best=best, rooms_ever=rooms_ever)
+        run.save(name, parts, step=step, iteration=iteration, best=best)
 
     try:
         if not saved:
@@ -583,32 +604,30 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "episode/return": np.mean(returns) if episodes else None,
                 "episode/length": np.mean(lengths) if episodes else None,
                 "episode/count": len(episodes),
-                "episode/rooms_ever": rooms_ever.sum().item() or None,
                 **means,
                 "train/explained_variance": explained_variance(value_ext, target_ext),
                 "train/lr": lr,
-                "train/ent_coef": ent_coef,
-                "train/valid_frac": valid.float().mean().item(),
                 "ext/reward": rewards[valid].mean().item(),
                 "int/reward_raw": errors.mean().item(),
                 "int/reward": bonus.mean().item(),
-                "int/return_std": target_int.std().item(),
                 "int/explained_variance": explained_variance(value_int, target_int),
                 "time/sps": batch_size / (learned - start),
                 "time/env_s": env_s,
                 "time/policy_s": acted - start - env_s,
                 "time/learn_s": learned - acted,
             }
-            # At or just past a multiple of eval_every
-            if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            if RANK == 0 and args.eval_episodes and due:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            if len(recent) == 100 and np.mean(recent) > best:
+            is_best = len(recent) == 100 and np.mean(recent) > best
+            if is_best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
+            due = time.monotonic() - run.last_save >= args.checkpoint_every
+            if is_best or is_last or due:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         envs.close()
@@ -617,7 +636,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # Weights and statistics may include an unfinished iteration, whose steps do not count
+        # The weights may include part of an iteration, whose steps do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -664,7 +683,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vector environments report
+        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -690,47 +709,16 @@ class UsageError(ValueError):
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed below 2 ** 31 for a named stream of random numbers, independent of other streams."""
+    """A seed below 2 ** 31 for a named stream of random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0]) // 2
 
 
 def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's processes; without torchrun x itself."""
+    """The sum of a tensor over torchrun's processes."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
     return x
-
-
-def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
-    """Set net's gradient of the weighted mean of the losses over all ranks -> means of the terms.
-
-    loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
-    backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
-    """
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
-    means = 0
-    net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
-    if WORLD > 1:
-        for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad)
-    return dict(zip(terms, sum_over_ranks(means), strict=True))
-
-
-def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps; raise FloatingPointError if one is not finite."""
-    table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
-    if not np.isfinite(list(means.values())).all():
-        raise FloatingPointError(f"training has diverged: {means}")
-    return means
 
 
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
@@ -777,8 +765,9 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
-    ctypes.CDLL(None).mallopt(-1, -1)  # memory, so that it does not cause page faults again
+    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+    ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
 
 
@@ -829,18 +818,15 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
-        path, rows = self.folder / "metrics.csv", []
-        if path.exists():
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= self.step]
-                columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
+        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        path = self.folder / "metrics.csv"
+        old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+        columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
-        self.table.writerows(rows)
-        os.replace(self.file.name, path)  # it stays open under its new name
+        self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -864,9 +850,6 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
-        if Path(run, "best.pt").exists():  # may be newer than the checkpoint
-            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
-            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None

@@ -85,7 +85,7 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile the policy that learns
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass of learning; 0 = all (on a CPU 64)
+    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 64
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -129,8 +129,6 @@ class Args:
             raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
         if self.start_level and not self.num_levels or self.start_level + self.num_levels >= 2**31:
             raise ValueError("--start-level: needs --num-levels; sum below 2 ** 31")
-        if self.eval_every and not self.eval_episodes:
-            raise ValueError("--eval-every: needs --eval-episodes")
 
 
 OPENAI = dict(
@@ -175,7 +173,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.frames = [*self.frames[1:], frame]
         done = terminated | truncated
         if done.any():
-            # EnvPool would reset in the next step and ignore its action; reset now, it does not
+            # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))
             for kept in self.frames:  # safe: each step has a new array
                 kept[done] = first
@@ -269,7 +267,7 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial without checks."""
+    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
     return (logits - noise.log()).argmax(-1)
 
@@ -277,7 +275,7 @@ def sample(logits, generator=None):
 def gae(reward, value, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
-    reward, done: (T, N), of the step taken in row t. value: (T + 1, N), of row t's observation.
+    reward, done: (T, N), of row t's step. value: (T + 1, N), of row t's observation.
     """
     delta = reward + gamma * value[1:] * (1 - done) - value[:-1]
     advantage = torch.zeros_like(value)  # its last row stays 0
@@ -364,13 +362,45 @@ class RewardNormalizer(nn.Module):
 # --- training ---
 
 
+def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+    """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
+
+    loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
+    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    """
+    column = next(iter(minibatch.values()))
+    weight = torch.ones(len(column), device=column.device) if weight is None else weight
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    means = 0
+    net.zero_grad()
+    for start in range(0, max(len(weight), 1), size):  # even without rows
+        piece = slice(start, start + size)
+        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
+        share = weight[piece] / total
+        (losses * share).sum().backward()
+        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    if WORLD > 1:
+        for parameter in net.parameters():
+            parameter.grad = sum_over_ranks(parameter.grad)
+    return dict(zip(terms, sum_over_ranks(means), strict=True))
+
+
+def mean_of(updates: list[dict]) -> dict:
+    """Means over SGD steps; raise FloatingPointError if one is not finite."""
+    table = torch.stack([torch.stack(list(update.values())) for update in updates])
+    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
+    if not np.isfinite(list(means.values())).all():
+        raise FloatingPointError(f"training has diverged: {means}")
+    return means
+
+
 def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: Args) -> dict:
     """Train on a rollout for several epochs -> means over all minibatches (train/kl: last epoch).
 
     batch: columns of T * N rows: obs, action, logits, value, advantage, target.
     """
     num_minibatches = len(batch["obs"]) // args.minibatch_size
-    weight = torch.ones(args.minibatch_size, device=batch["obs"].device)  # Atari masks some rows
     updates = []  # the means of each SGD step
 
     def loss(rows):
@@ -378,13 +408,13 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
 
     for epoch in range(args.update_epochs):
         if epoch == 0 or args.reshuffle:
-            permutation = torch.randperm(len(batch["obs"]), device=weight.device)
+            permutation = torch.randperm(len(batch["obs"]), device=batch["obs"].device)
             minibatches = permutation.split(args.minibatch_size)  # leftover rows are not used
         for m in torch.randperm(num_minibatches).tolist():
             minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
                 minibatch["advantage"] = standardize(minibatch["advantage"])
-            means = gradient(agent, loss, minibatch, weight, args.micro_batch)
+            means = gradient(agent, loss, minibatch, args.micro_batch)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
             optimizer.step()
@@ -399,14 +429,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     make_envs(args, num_envs, seed, test=False): returns any VectorEnv with same-step autoreset,
     uint8 (C, H, W) observations, Discrete actions and RecordEpisodeStatistics' info["episode"].
     saved: `load("runs/NAME")` continues that run with these args.
-    Raises UsageError, FloatingPointError (training diverged) and KeyboardInterrupt.
+    Raises UsageError, FloatingPointError (diverged), KeyboardInterrupt.
     """
     args, saved, device = set_up(args, saved)
     T, N = args.num_steps, args.num_envs
     batch_size = T * N * WORLD
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each resumed part of a run has its own episodes and actions
+    # Each rank and each part of a resumed run has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream_seed(args.seed, stream))
     obs, _ = envs.reset()
@@ -509,7 +539,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "train/kl_coef": kl_coef,
                 "train/explained_variance": explained,
                 "train/lr": lr,
-                "train/ent_coef": ent_coef,
                 "time/sps": batch_size / (learned - start),
                 "time/env_s": env_s,
                 "time/policy_s": acted - start - env_s,
@@ -519,17 +548,19 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 kl_coef *= 1.5
             elif means["train/kl"] < args.kl_target / 2:
                 kl_coef *= 0.5
-            # At or just past a multiple of eval_every
-            if RANK == 0 and args.eval_every and step % args.eval_every < batch_size:
+            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            if RANK == 0 and args.eval_episodes and due:
                 for split, scores in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = scores["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            if len(recent) == 100 and np.mean(recent) > best:
+            is_best = len(recent) == 100 and np.mean(recent) > best
+            if is_best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
+            due = time.monotonic() - run.last_save >= args.checkpoint_every
+            if is_best or is_last or due:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         envs.close()
@@ -588,7 +619,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vector environments report
+        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -614,47 +645,16 @@ class UsageError(ValueError):
 
 
 def stream_seed(seed: int, stream: str) -> int:
-    """A seed below 2 ** 31 for a named stream of random numbers, independent of other streams."""
+    """A seed below 2 ** 31 for a named stream of random numbers."""
     return int(np.random.SeedSequence([seed, *stream.encode()]).generate_state(1)[0]) // 2
 
 
 def sum_over_ranks(x):
-    """The sum of a tensor over torchrun's processes; without torchrun x itself."""
+    """The sum of a tensor over torchrun's processes."""
     if WORLD > 1:
         x = x.clone()
         dist.all_reduce(x)
     return x
-
-
-def gradient(net, loss, minibatch: dict, weight, micro_batch: int) -> dict:
-    """Set net's gradient of the weighted mean of the losses over all ranks -> means of the terms.
-
-    loss(rows) -> losses (B,) and a dict of terms (B,), of at most `micro_batch` rows (0: default);
-    backward() adds up their gradients. weight: (rows,), 0 for a row that does not count.
-    """
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
-    means = 0
-    net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
-    if WORLD > 1:
-        for parameter in net.parameters():
-            parameter.grad = sum_over_ranks(parameter.grad)
-    return dict(zip(terms, sum_over_ranks(means), strict=True))
-
-
-def mean_of(updates: list[dict]) -> dict:
-    """Means over SGD steps; raise FloatingPointError if one is not finite."""
-    table = torch.stack([torch.stack(list(update.values())) for update in updates])
-    means = dict(zip(updates[0], table.mean(0).tolist(), strict=True))
-    if not np.isfinite(list(means.values())).all():
-        raise FloatingPointError(f"training has diverged: {means}")
-    return means
 
 
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
@@ -701,8 +701,9 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX, M_TRIM_THRESHOLD: keep freed
-    ctypes.CDLL(None).mallopt(-1, -1)  # memory, so that it does not cause page faults again
+    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
+    ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
 
 
@@ -753,18 +754,15 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Copy metrics.csv with these columns added; a resumed run drops rows after its step."""
-        path, rows = self.folder / "metrics.csv", []
-        if path.exists():
-            with open(path, newline="") as file:
-                reader = csv.DictReader(file)
-                rows = [row for row in reader if int(row["step"]) <= self.step]
-                columns = list(dict.fromkeys([*reader.fieldnames, *columns]))
+        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        path = self.folder / "metrics.csv"
+        old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
+        columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
         self.file = open(self.folder / "metrics.csv.tmp", "w", newline="")
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
-        self.table.writerows(rows)
-        os.replace(self.file.name, path)  # it stays open under its new name
+        self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -788,9 +786,6 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
-        if Path(run, "best.pt").exists():  # may be newer than the checkpoint
-            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
-            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None

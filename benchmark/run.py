@@ -123,7 +123,7 @@ def thin(rows: pd.DataFrame, most: int = 500) -> pd.DataFrame:
     part = np.arange(len(rows)) // size
     merged = rows.groupby(part).mean()
     for name in rows:
-        if name in ("step", "iteration", "episode/rooms_ever"):
+        if name in ("step", "iteration"):
             merged[name] = rows[name].groupby(part).last()
         elif name == "episode/count":
             merged[name] = rows[name].groupby(part).sum()

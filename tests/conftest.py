@@ -328,7 +328,7 @@ def assert_metrics(metrics, losses, advantages, goals, valid, raw, bonus):
     assert metrics["train/lr"] == pytest.approx(1e-3)
     assert metrics["int/reward_raw"] == pytest.approx(raw.mean(), rel=1e-9)
     assert metrics["int/reward"] == pytest.approx(bonus.mean(), rel=1e-9)
-    assert 0 < metrics["train/clip_frac"] < 1 and metrics["train/valid_frac"] == pytest.approx(valid.mean())
+    assert 0 < metrics["train/clip_frac"] < 1
     for head, name in enumerate(("train", "int")):
         explained = 1 - advantages[head][valid].var() / goals[valid][:, head].var()
         assert metrics[f"{name}/explained_variance"] == pytest.approx(explained, rel=1e-9)

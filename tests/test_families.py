@@ -41,15 +41,15 @@ def test_defaults_match_reference_table(script):
 
 REFUSED = {  # flags, of which the message names the first; the smallest frames
     test_appo_atari: ([dict(num_groups=3), dict(minibatch_size=24), dict(num_minibatches=3, num_envs=5)], 36),
-    test_impala_procgen: ([dict(minibatch_size=96), dict(num_groups=3), dict(replay_proportion=0.5)], 8),
+    test_impala_procgen: ([dict(minibatch_size=96), dict(num_groups=3)], 8),
     test_ppo_atari_rnd: ([dict(minibatch_size=4), dict(minibatch_size=24)], 44),
-    test_ppo_atari_snd: ([dict(minibatch_size=24), dict(eval_every=9)], 4),
+    test_ppo_atari_snd: ([dict(minibatch_size=24)], 4),
 }
 
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
 def test_what_is_refused(module, tmp_path):
-    """Parts of rollouts or environments, groups that do not divide, endless replay; nothing is written."""
+    """Parts of rollouts or environments, groups that do not divide; nothing is written."""
     changes, smallest = REFUSED[module]
     for change in changes:
         with pytest.raises(ValueError, match=next(iter(change)).replace("_", "[-_]")):
@@ -239,9 +239,9 @@ def test_predictor_learns_as_much_as_with_32_environments(bonus, tmp_path, monke
     """The default --predictor-share: with two ranks of 64 environments a quarter of the errors."""
     kept, learn = [], bonus.script.learn
 
-    def note(means, model, loss, minibatch, weight, *rest):
-        if "loss/predictor" in means:
-            kept.append(weight.sum().item())
+    def note(means, model, loss, minibatch, micro_batch, weight=None):
+        if "loss/predictor" in means:  # RND draws rows, SND weighs them
+            kept.append(len(minibatch["frame"]) if weight is None else weight.sum().item())
 
     def learn_on_one_of_two(*args):
         with pytest.MonkeyPatch.context() as patch:
@@ -267,7 +267,7 @@ def test_bonus_and_loss_have_one_precision(bonus):
         note = lambda net, inputs, output, name=name: outputs.update({name: output})  # noqa: E731
         getattr(nets, name).register_forward_hook(note)
     with torch.no_grad():
-        error = nets.errors(frames).mean(1) if bonus.name == "snd" else nets.error(frames, nets.features(frames))
+        error = nets.errors(frames).mean(1) if bonus.name == "snd" else nets.error(frames, nets.features(nets.target, frames))
     predicted, features = outputs["predictor"], outputs["target"]
     assert predicted.dtype == features.dtype == torch.bfloat16
     assert torch.equal(error, (predicted.float() - features.float()).square().mean(1))

@@ -89,27 +89,24 @@ def test_two_iterations_match_plain_float64(replay, tmp_path, monkeypatch):
             for x in w.values():
                 x.grad *= scale
             optimizer.step()
-            rho = ratio.clamp(max=1).mean().item()
             if p < 2:
-                others = [(ratio - 1 - ratio.log()).mean().item(), rho]
-                losses.append([x.item() / 64 for x in sums] + others + [norms[-1] / 64])
+                kl = (ratio - 1 - ratio.log()).mean().item()
+                losses.append([x.item() / 64 for x in sums] + [kl, norms[-1] / 64])
             else:
-                replay_rho.append(rho)
+                replay_rho.append(ratio.clamp(max=1).mean().item())
     assert max(norms) > 3 and explained > 5e-4  # else they were not tested
-    columns = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/rho_mean", "train/grad_norm")
+    columns = ("loss/policy", "loss/value", "loss/entropy", "train/approx_kl", "train/grad_norm")
     np.testing.assert_allclose([metrics[x] for x in columns], np.mean(losses, 0), rtol=1e-9)
     assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-9)
-    assert metrics["train/lr"] == pytest.approx(2e-2) and metrics["train/ent_coef"] == pytest.approx(0.03)
-    assert metrics["replay/count"] == replay and ("replay/rho_mean" in metrics) == replay
-    if replay:
-        assert metrics["replay/rho_mean"] == pytest.approx(np.mean(replay_rho), rel=1e-9) and replay_rho[0] < 0.999
+    assert metrics["train/lr"] == pytest.approx(2e-2)
+    assert not replay or replay_rho[0] < 0.999  # else V-trace would not matter
     for key, x in w.items():
         torch.testing.assert_close(saved["agent"][key].double(), x.detach(), rtol=1e-9, atol=1e-12, msg=key)
 
 
 def test_replay_ring_and_proportion(tmp_path, monkeypatch):
     """First in, first out, any slot is drawn; 1.5 replayed batches a new one on the average, always 1 or 2."""
-    ages = []
+    ages, counts, learn = [], [], impala_procgen.learn
 
     class Spy(random.Random):
         def choice(self, ring):
@@ -120,9 +117,13 @@ def test_replay_ring_and_proportion(tmp_path, monkeypatch):
             ages.append(versions[::-1].index(int(batch["version"][0, 0])))
             return batch
 
+    def count(agent, optimizer, actors, batches, *rest):
+        counts.append(len(batches) - 1)
+        return learn(agent, optimizer, actors, batches, *rest)
+
     monkeypatch.setattr(impala_procgen.random, "Random", Spy)
+    monkeypatch.setattr(impala_procgen, "learn", count)
     run(tmp_path, [fake()], 60, replay_slots=3, replay_proportion=1.5, num_steps=2, minibatch_size=8)
-    counts = [int(row["replay/count"]) for row in read(tmp_path / "run")]
     assert set(counts) == {1, 2} and 1.3 < np.mean(counts) < 1.7
     assert min(np.bincount(ages, minlength=3)) > 15  # of about 90
 

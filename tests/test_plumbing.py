@@ -95,7 +95,7 @@ def test_own_environments_switches_and_schedules(script, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
     for name, options in (("a", {}), ("b", dict(precision="bf16", compile=True))):
         result = script.train(make_envs, 2, run_name=name, **tables, **options)
-        assert (result["train/lr"], result["train/ent_coef"]) == pytest.approx((2e-5, 0.2))
+        assert result["train/lr"] == pytest.approx(2e-5)
         played = result["eval"]["splits"][script.split]
         assert played["returns"] == [14, 14] and played["lengths"] == [7, 7] and result[script.evaluated] == 14
         norms.append(result["train/grad_norm"])
@@ -263,12 +263,12 @@ def test_play(script, capfd):
 
 @each_script
 def test_best_and_timed_checkpoints(script, monkeypatch):
-    """best.pt has the best mean of 100 episodes, and does not postpone checkpoint.pt, due after 300 seconds."""
+    """best.pt has the best mean of 100 episodes; checkpoint.pt is written with it and after 300 seconds."""
     saved, clock = [], [0]
 
     def tick(*_):
         saved.append(load(script.folder)["step"])
-        clock.append(clock[-1] + 151)
+        clock.append(clock[-1] + 101)
 
     fake = types.SimpleNamespace(monotonic=lambda: clock[-1], perf_counter=time.perf_counter)
     monkeypatch.setattr(script.module, "time", fake)
@@ -276,9 +276,10 @@ def test_best_and_timed_checkpoints(script, monkeypatch):
     games = [([paid], "terminated") for paid in 40 * [9.0] + 200 * [0.0]]
     script.train(script.fake(episodes=[games] * 4), 8)
     # The first before the first step: a run that is killed early can be resumed
-    assert saved == [0, 0, 128, 128, 256, 256, 384, 384] and load(script.folder)["step"] == 512
+    is_same_step = script.autoreset == SAME_STEP
+    assert saved == ([0, 0, 128, 128, 128, 320, 320, 320] if is_same_step else [0, 0, 0, 192, 256, 256, 256, 448])
     best = load(script.folder, "best.pt")
-    assert best["step"] == (128 if script.autoreset == SAME_STEP else 256)
+    assert load(script.folder)["step"] == 512 and best["step"] == (128 if is_same_step else 256)
     assert best["best"] == load(script.folder)["best"] == 9
 
 
@@ -292,13 +293,11 @@ def test_resume_continues_the_learner(script, monkeypatch):
         names.append(set())
         return main(*flags), load(script.folder)
 
-    code, first = run(script.main, *SHORT, "--run-name", "a", "--lr", 1e-3, "--gamma", 0.5)
+    assert SHORT[SHORT.index("--eval-episodes") + 1] == 0  # never, whatever --eval-every says
+    code, first = run(script.main, *SHORT, "--run-name", "a", "--lr", 1e-3, "--gamma", 0.5, "--eval-every", 1)
     assert code == 0
-    if "rooms_ever" in first:
-        first["rooms_ever"][7] = True
-    torch.save(first, script.folder / "checkpoint.pt")
     first["best"] = 12.5
-    torch.save(first, script.folder / "best.pt")  # newer than checkpoint.pt: a worse agent must not replace it
+    torch.save(first, script.folder / "checkpoint.pt")
     flags = ("--total-timesteps", 2 * ITERATION, "--gamma", 0.7, "--adam-eps", 1e-3)
     with monkeypatch.context() as patch:
         patch.setattr(script.module, "sample", stop)  # before anything is learned
@@ -502,7 +501,6 @@ BAD = [  # flags, and what the message must hold
     ("--gamma 2", "gamma"),
     ("--surplus 1", "--surplus"),
     ("--total-timesteps 1", "--total-timesteps 1 64"),
-    ("--eval-every 64 --eval-episodes 0", "--eval-every --eval-episodes"),
     ("--env-id nogame", "--env-id nogame"),
     ("--device cuda:99", "--device cuda:99"),
     ("--run-name b", "runs/b"),

@@ -260,7 +260,6 @@ def test_minibatches_without_consecutive_frames_have_a_loss(tmp_path, variant, t
     """Episodes of one step make each second row a dummy: its minibatch has no pair of one episode."""
     envs = Games([[([1.0], "terminated")]] * N, shape=SHAPE)
     metrics, _ = conftest.runner(variant("snd_paper").script, SMALL)(tmp_path, envs, target=target, minibatch_size=N)
-    assert metrics["train/valid_frac"] == 0.5
     assert np.isfinite(metrics["loss/target"])
 
 

@@ -80,7 +80,7 @@ def learn(agent, optimizer, actors, batch: dict, ent_coef: float, args: script.A
             minibatch = {name: x.flatten(0, 1) for name, x in minibatch.items()}
             valid = minibatch["valid"]
             minibatch["advantage"] = script.standardize(minibatch["advantage"], valid)
-            means = script.gradient(agent, loss, minibatch, valid, args.micro_batch)
+            means = script.gradient(agent, loss, minibatch, args.micro_batch, valid)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
             optimizer.step()

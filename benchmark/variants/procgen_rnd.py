@@ -96,9 +96,8 @@ class Curious(gym.vector.VectorWrapper):
 
         for _ in range(self.args.update_epochs):
             for chosen in torch.randperm(len(obs)).split(self.args.minibatch_size):
-                weight = torch.ones(len(chosen), device=self.device)
                 minibatch = {"obs": obs[chosen]}
-                script.gradient(self.predictor, loss, minibatch, weight, self.args.micro_batch)
+                script.gradient(self.predictor, loss, minibatch, self.args.micro_batch)
                 self.optimizer.step()
         self.mean_bonus = float(np.mean(self.bonuses))
         self.seen, self.bonuses = [], []

@@ -166,7 +166,7 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
     permutation = torch.randperm(num_rows, device=device)  # one for all epochs
     for index in permutation.repeat(args.update_epochs).split(size):
         rows = {name: column[index] for name, column in batch.items()}
-        means = script.gradient(agent, policy_loss, rows, rows["valid"], args.micro_batch)
+        means = script.gradient(agent, policy_loss, rows, args.micro_batch, rows["valid"])
         limit = args.max_grad_norm or torch.inf
         means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
         optimizer.step()
@@ -174,9 +174,9 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
     agent.zero_grad()
     for index in torch.arange(num_rows, device=device).split(size):
         mask = torch.rand(size, args.snd_features, device=device) < share
-        weight = torch.ones(size, device=device) if args.target == "std" else mask.sum(1)
+        weight = None if args.target == "std" else mask.sum(1)
         rows = {"frame": frames[index], "mask": mask}
-        means = script.gradient(snd.predictor, snd.predictor_loss, rows, weight, args.micro_batch)
+        means = script.gradient(snd.predictor, snd.predictor_loss, rows, args.micro_batch, weight)
         if args.target == "v":
             first, other = torch.randint(num_rows, (2, args.pairs), device=device)
             second = torch.where(torch.rand(args.pairs, device=device) < 0.5, first, other)
@@ -185,8 +185,7 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
             first = first if len(first) > 1 else index  # VICReg's loss of one pair is nan
             second = first + args.num_envs
         pairs = {"first": frames[first], "second": frames[second], "far": first != second}
-        weight = torch.ones(len(first), device=device)
-        means |= script.gradient(target, snd.target_loss, pairs, weight, len(first))
+        means |= script.gradient(target, snd.target_loss, pairs, len(first))  # in one piece
         optimizer.step()
         snd_updates.append(means)
     return script.mean_of(updates) | script.mean_of(snd_updates)
