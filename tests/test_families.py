@@ -267,7 +267,10 @@ def test_bonus_and_loss_have_one_precision(bonus):
         note = lambda net, inputs, output, name=name: outputs.update({name: output})  # noqa: E731
         getattr(nets, name).register_forward_hook(note)
     with torch.no_grad():
-        error = nets.errors(frames).mean(1) if bonus.name == "snd" else nets.error(frames, nets.features(nets.target, frames))
+        if bonus.name == "snd":
+            error = nets.errors(frames).mean(1)
+        else:
+            error = nets.error(frames, nets.features(nets.target, frames))
     predicted, features = outputs["predictor"], outputs["target"]
     assert predicted.dtype == features.dtype == torch.bfloat16
     assert torch.equal(error, (predicted.float() - features.float()).square().mean(1))
