@@ -152,7 +152,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed=None, options=None):
         self.ended = np.zeros(self.num_envs, bool)  # a life or a game, in the last step
-        self.lives = np.zeros(self.num_envs)  # inf: the game has ended
+        self.lives = np.zeros(self.num_envs)  # inf after a game: its reset is no restart
         self.returns = np.zeros(self.num_envs)  # of the games so far
         self.lengths = np.zeros(self.num_envs, int)
         return self.envs.reset()
@@ -163,7 +163,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.lengths += ~self.ended
         # No-ops after a lost life may end the game and start the next: only the lives tell
         restarted = self.ended & (info["lives"] > self.lives)
-        game_over = info["terminated"] > 0
+        game_over = info["terminated"] > 0  # the game, not a life
         terminated = terminated | (truncated & game_over)  # over exactly at the time limit
         self.ended = terminated | truncated
         game_ended = (self.ended & game_over) | truncated | restarted
@@ -260,7 +260,7 @@ class Agent(nn.Module):
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.orthogonal_(module.weight)
                 nn.init.zeros_(module.bias)
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # before there are sums of five dimensions
         # Sample Factory's start and epsilon, for frames from 0 to 255
         self.frames = RunningMoments((1, *obs_shape), 1, variance=255**2, epsilon=1e-5 * 255**2)
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
@@ -282,9 +282,9 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
+    """Draw from Categorical(logits): (B, A) -> (B,), by the Gumbel-max trick."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits - noise.log()).argmax(-1)
+    return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -366,7 +366,7 @@ class Group:
 
 
 class Actors:
-    """Groups of environments that play rollouts; every step uses the newest published agent."""
+    """Groups of environments that play rollouts, each step by the newest published agent."""
 
     def __init__(self, groups: list[Group], agent):
         self.groups = groups
@@ -374,15 +374,15 @@ class Actors:
         self.publish(agent)
 
     def publish(self, agent):
-        """Actors use this copy from their next step on. It never changes: it needs no lock."""
+        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
-        """Yield datasets of `size` rollouts while at most the next `ahead` ones are played."""
+        """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile."""
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        for left in range(num_rollouts, 0, -size):  # not yet yielded, started or not
-            while len(rollouts) < min((ahead + 1) * size, left):
+        for not_yielded in range(num_rollouts, 0, -size):
+            while len(rollouts) < min((ahead + 1) * size, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
@@ -449,7 +449,7 @@ def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
+    for start in range(0, max(len(weight), 1), size):  # once if no rows were drawn
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
@@ -481,7 +481,7 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef: float, args: 
     def loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
-    agent.returns.update(batch["target"][batch["valid"].bool()])
+    agent.returns.update(batch["target"][batch["valid"].bool()])  # batch["value"] is older
     batch["target"] = ((batch["target"] - agent.returns.mean) / agent.returns.std).clamp(-5, 5)
     batch["obs"] = batch["obs"][:-1]  # without the one that bootstraps
     for _ in range(args.update_epochs):
@@ -559,10 +559,11 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             valid = batch["valid"].bool()
             received = time.perf_counter()
 
-            # Advantages. The network's input changes with the statistics of frames
+            # Advantages. The new statistics of frames change the policy: no first ratio is 1
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             with torch.no_grad():
                 _, last_value = agent(batch["obs"][T])
+            # By the newest statistics, not those of acting, as in Sample Factory
             values = torch.cat([batch["value"], last_value[None]]).clamp(-5, 5)
             values = (values * agent.returns.std + agent.returns.mean).cpu()  # in units of return
             ends = batch["terminated"], batch["done"]
@@ -658,7 +659,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
         obs, _, _, _, info = envs.step(sample(logits, generator).cpu().numpy())
         for episode in ended_episodes(info):
             played[episode[0]] += 1
-            if played[episode[0]] <= per_env:  # the first to end are short
+            if played[episode[0]] <= per_env:  # as many of each, or short ones would prevail
                 episodes.append(episode)
         if played.min() >= per_env:
             agent.train()
@@ -670,7 +671,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
+        info = info.get("final_info", {})  # where same-step vectors put their environments' info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -711,7 +712,7 @@ def sum_over_ranks(x):
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"needs gymnasium 1.4 or later, not {gym.__version__}")
+        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -752,7 +753,7 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    # Speed on a CPU: glibc keeps freed memory for the next minibatch, without page faults
     ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
@@ -805,7 +806,7 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        """Start metrics.csv, or add columns; a resumed run drops rows after its checkpoint."""
         path = self.folder / "metrics.csv"
         old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
         columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
@@ -838,7 +839,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
+        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 

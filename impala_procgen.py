@@ -15,7 +15,7 @@ IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe
 arXiv:1912.01588. As in T. Tumiel's entry to the NeurIPS 2020 Procgen competition
 (github.com/LARS12llt/procgen-competition, RLlib 0.8.7), unlike the paper:
 - by default groups of environments (RLlib's workers) take turns: one plays, the learner trains;
-- Adam, no gradient clipping, lambda 0.9 in V-trace; a wider CNN, frames t-3 and t as input;
+- Adam, no clipping of gradients or rewards, lambda 0.9; a wider CNN, frames t-3 and t as input;
 - whole batches are replayed, not half of each. More: docs/impala_procgen.md.
 """
 
@@ -56,7 +56,7 @@ from tqdm import tqdm
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # number of processes (torchrun)
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0  # number of this process
 SCRIPT = Path(__file__).stem
-ROWS_ON_CPU = 1  # default of --micro-batch on a CPU: a fragment of num_steps rows
+ROWS_ON_CPU = 1  # fragments per forward pass, the default of --micro-batch on a CPU
 
 
 def as_schedule(numbers):
@@ -101,11 +101,11 @@ class Args:
     num_groups: PositiveInt = 4  # groups of environments, each stepped by its own thread
     # optimization
     num_steps: PositiveInt = 64  # rollout length; a fragment is one environment's part of a rollout
-    minibatch_size: Annotated[int, Field(ge=2)] = 2048  # rows per SGD step; of whole rollouts
+    minibatch_size: Annotated[int, Field(ge=2)] = 2048  # per batch: one or more rollouts of groups
     update_epochs: PositiveInt = 1  # SGD steps on each batch, new or replayed
     lr: Schedule = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate, or 0 rate step rate ... (linear in between, then constant); the entry's"""
-    adam_eps: NonNegativeFloat = 6.25e-12  # 1e-8 / 1600: the entry sums the losses of 1600 rows
+    adam_eps: NonNegativeFloat = 6.25e-12  # 1e-8 / 1600: the entry's loss is a sum of 1600 rows
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: also act meanwhile (faster, older rows)
     num_batches_to_accumulate: NonNegativeInt = 2  # batches actors may be ahead
@@ -151,14 +151,13 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.shown = shown
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
-        frame, _ = envs.reset()
-        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]  # oldest first
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
 
     def reset(self, *, seed=None, options=None):
-        # `__init__` starts the first episodes, `step` the others
+        frame, _ = self.envs.reset()
+        self.frames = [frame.copy() for _ in range(self.shown[-1] + 1)]  # oldest first
         return self.stacked(), {}
 
     def step(self, actions):
@@ -167,7 +166,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         done = terminated | truncated
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
-            first, _ = self.envs.reset(np.flatnonzero(done))
+            first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
             for kept in self.frames:  # safe: each step has a new array
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
@@ -183,7 +182,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     name = f"{args.env_id.title()}{args.distribution_mode.title()}-v0"
     if name not in envpool.list_all_envs():
         raise UsageError(f"--env-id {args.env_id}: no Procgen game of EnvPool")
-    # As in the procgen package; EnvPool takes signed numbers
+    # A seed per environment, drawn as by the procgen package; EnvPool takes signed numbers
     seeds = np.random.RandomState(seed).randint(2**32, size=num_envs, dtype=np.uint32)
     envs = envpool.make(
         name,
@@ -260,9 +259,9 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
+    """Draw from Categorical(logits): (B, A) -> (B,), by the Gumbel-max trick."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits - noise.log()).argmax(-1)
+    return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
@@ -339,7 +338,7 @@ class Group:
 
 
 class Actors:
-    """Groups of environments that play rollouts; every step uses the newest published agent."""
+    """Groups of environments that play rollouts, each step by the newest published agent."""
 
     def __init__(self, groups: list[Group], agent):
         self.groups = groups
@@ -347,15 +346,15 @@ class Actors:
         self.publish(agent)
 
     def publish(self, agent):
-        """Actors use this copy from their next step on. It never changes: it needs no lock."""
+        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
-        """Yield datasets of `size` rollouts while at most the next `ahead` ones are played."""
+        """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile."""
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        for left in range(num_rollouts, 0, -size):  # not yet yielded, started or not
-            while len(rollouts) < min((ahead + 1) * size, left):
+        for not_yielded in range(num_rollouts, 0, -size):
+            while len(rollouts) < min((ahead + 1) * size, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
@@ -405,24 +404,22 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
 # --- training ---
 
 
-def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+def gradient(net, loss, minibatch: dict, micro_batch: int) -> dict:
     """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
 
     loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
-    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    ROWS_ON_CPU, on a GPU all), whose gradients add up.
     """
-    column = next(iter(minibatch.values()))
-    weight = torch.ones(len(column), device=column.device) if weight is None else weight
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    num_rows = len(minibatch["obs"])
+    size = micro_batch or (ROWS_ON_CPU if minibatch["obs"].device.type == "cpu" else num_rows)
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    for start in range(0, num_rows, size):
+        rows = {name: column[start : start + size] for name, column in minibatch.items()}
+        losses, terms = loss(rows)
+        (losses.sum() / (num_rows * WORLD)).backward()
+        sums = torch.stack([term.detach().sum() for term in terms.values()])
+        means = means + sums / (num_rows * WORLD)
     if WORLD > 1:
         for parameter in net.parameters():
             parameter.grad = sum_over_ranks(parameter.grad)
@@ -443,7 +440,7 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args
 
     batches: the new one, then the replayed ones; columns (B, T) of B fragments, obs one step more.
     """
-    fragments = math.ceil(args.micro_batch / args.num_steps)  # V-trace needs whole ones
+    fragments = math.ceil(args.micro_batch / args.num_steps)  # the rows of `gradient`
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
 
     def loss(rows):
@@ -461,7 +458,7 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args
             actors.publish(agent)
             updates.append(means)
     means = mean_of(updates[: args.update_epochs])
-    # The first fragments are those of the new batch
+    # The first fragments are those of the new batch's first pass
     value, target = (torch.cat(x)[: len(batches[0]["obs"])] for x in zip(*critic, strict=True))
     return means | {"train/explained_variance": explained_variance(value, target)}
 
@@ -618,7 +615,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
         obs, _, _, _, info = envs.step(sample(logits, generator).cpu().numpy())
         for episode in ended_episodes(info):
             played[episode[0]] += 1
-            if played[episode[0]] <= per_env:  # the first to end are short
+            if played[episode[0]] <= per_env:  # as many of each, or short ones would prevail
                 episodes.append(episode)
         if played.min() >= per_env:
             agent.train()
@@ -630,7 +627,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
+        info = info.get("final_info", {})  # where same-step vectors put their environments' info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -671,7 +668,7 @@ def sum_over_ranks(x):
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"needs gymnasium 1.4 or later, not {gym.__version__}")
+        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -712,7 +709,7 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    # Speed on a CPU: glibc keeps freed memory for the next minibatch, without page faults
     ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
@@ -765,7 +762,7 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        """Start metrics.csv, or add columns; a resumed run drops rows after its checkpoint."""
         path = self.folder / "metrics.csv"
         old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
         columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
@@ -798,7 +795,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
+        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 

@@ -97,7 +97,7 @@ class Args:
     max_episode_steps: Annotated[int, Field(ge=1, lt=2**31)] = 4500  # time limit, in steps
     frame_size: Literal[84, 96] = 84  # width and height of the gray frames, in pixels
     stack: PositiveInt = 4  # frames per observation
-    frame_channels: PositiveInt = 1  # channels of the newest frame, the last ones; 3 for RGB
+    frame_channels: PositiveInt = 1  # of the newest frame; 3 for an RGB make_envs of your own
     num_envs: PositiveInt = 128  # parallel environments (per process)
     # optimization
     num_steps: PositiveInt = 128  # rollout length per environment
@@ -117,7 +117,7 @@ class Args:
     ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off
     int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off
     bonus_after: NonNegativeInt = 0  # environment steps before the first bonus is paid
-    predictor_share: Share = 0  # of the rows that train it; 0 = min(1, 32 / all environments)
+    predictor_share: Share = 0  # of rows for the predictor; 0 = min(1, 32 / all environments)
     warmup_steps: NonNegativeInt = 6400  # random ones per environment, for the frame statistics
     # network
     rnd_features: PositiveInt = 512  # outputs of target and predictor, width of its layers
@@ -153,7 +153,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = self.envs.step(actions)
-        # Of a game that ends at the time limit EnvPool reports only the truncation
+        # EnvPool calls a game over at the time limit truncated; info knows
         terminated = (terminated | truncated) & (info["terminated"] > 0)
         return obs, reward, terminated, truncated, info
 
@@ -317,9 +317,9 @@ class RND(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
+    """Draw from Categorical(logits): (B, A) -> (B,), by the Gumbel-max trick."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits - noise.log()).argmax(-1)
+    return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
 def gae(reward, value, terminated, done, gamma: float, lam: float):
@@ -389,7 +389,7 @@ def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
+    for start in range(0, max(len(weight), 1), size):  # once if no rows were drawn
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
@@ -470,7 +470,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     parts = {"agent": agent, "rnd": rnd, "optimizer": optimizer}
     if saved:
         sums = saved["rnd"]["discounted"]  # of rank 0's environments
-        saved["rnd"]["discounted"] = torch.from_numpy(np.resize(sums, N))  # repeated or cut
+        saved["rnd"]["discounted"] = torch.from_numpy(np.resize(sums.numpy(), N))  # repeated or cut
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
@@ -504,7 +504,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     try:
         if not saved:
             save("checkpoint.pt")
-        if step == 0:  # a run that was stopped before has seen some frames
+        if step == 0:  # sums[0] counts frames; a run that was stopped here has seen some
             run.say(f"{args.warmup_steps * N:,} random steps start the frame statistics")
         while step == 0 and rnd.frames.sums[0].max() < args.warmup_steps * N * WORLD:
             obs, *_ = envs.step(torch.randint(num_actions, (N,)).numpy())
@@ -648,7 +648,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
         obs, _, _, _, info = envs.step(sample(logits, generator).cpu().numpy())
         for episode in ended_episodes(info):
             played[episode[0]] += 1
-            if played[episode[0]] <= per_env:  # the first to end are short
+            if played[episode[0]] <= per_env:  # as many of each, or short ones would prevail
                 episodes.append(episode)
         if played.min() >= per_env:
             agent.train()
@@ -660,7 +660,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
+        info = info.get("final_info", {})  # where same-step vectors put their environments' info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -701,7 +701,7 @@ def sum_over_ranks(x):
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"needs gymnasium 1.4 or later, not {gym.__version__}")
+        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -742,7 +742,7 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    # Speed on a CPU: glibc keeps freed memory for the next minibatch, without page faults
     ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
@@ -795,7 +795,7 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        """Start metrics.csv, or add columns; a resumed run drops rows after its checkpoint."""
         path = self.folder / "metrics.csv"
         old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
         columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
@@ -828,7 +828,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
+        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 

@@ -136,7 +136,7 @@ OPENAI = dict(
     stack="none", channels=(16, 32, 32), pool="flatten", input_shift=0, ortho_heads=True,
     norm_reward=0.99, norm_adv="minibatch", gamma=0.999, gae_lambda=0.95, vf_clip=0.2,
     vf_coef=0.25, kl_coef=0, lr=5e-4, adam_eps=1e-5, max_grad_norm=0.5,
-)  # github.com/openai/train-procgen, easy levels # fmt: skip
+)  # github.com/openai/train-procgen, easy levels; its --norm-reward is not gamma # fmt: skip
 
 
 # --- environment ---
@@ -158,14 +158,13 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         self.shown = shown
         self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
-        frame, _ = envs.reset()
-        self.frames = [frame.copy() for _ in range(shown[-1] + 1)]  # oldest first
 
     def stacked(self):
         return np.concatenate([self.frames[i] for i in self.shown], axis=1)
 
     def reset(self, *, seed=None, options=None):
-        # `__init__` starts the first episodes, `step` the others
+        frame, _ = self.envs.reset()
+        self.frames = [frame.copy() for _ in range(self.shown[-1] + 1)]  # oldest first
         return self.stacked(), {}
 
     def step(self, actions):
@@ -174,7 +173,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         done = terminated | truncated
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
-            first, _ = self.envs.reset(np.flatnonzero(done))
+            first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
             for kept in self.frames:  # safe: each step has a new array
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
@@ -190,7 +189,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
     name = f"{args.env_id.title()}{args.distribution_mode.title()}-v0"
     if name not in envpool.list_all_envs():
         raise UsageError(f"--env-id {args.env_id}: no Procgen game of EnvPool")
-    # As in the procgen package; EnvPool takes signed numbers
+    # A seed per environment, drawn as by the procgen package; EnvPool takes signed numbers
     seeds = np.random.RandomState(seed).randint(2**32, size=num_envs, dtype=np.uint32)
     envs = envpool.make(
         name,
@@ -267,9 +266,9 @@ class Agent(nn.Module):
 
 
 def sample(logits, generator=None):
-    """Draw from Categorical(logits): (B, A) -> (B,), as torch.multinomial does."""
+    """Draw from Categorical(logits): (B, A) -> (B,), by the Gumbel-max trick."""
     noise = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits - noise.log()).argmax(-1)
+    return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
 def gae(reward, value, done, gamma: float, lam: float):
@@ -345,7 +344,7 @@ class RewardNormalizer(nn.Module):
         self.gamma = gamma
         # Not saved: a resumed run has new episodes
         self.register_buffer("returns", torch.zeros(num_envs).double(), persistent=False)
-        # Sums of 1, x and x^2 over returns x, as if 1e-4 of variance 1 had been seen
+        # Sums of 1, x and x^2 over returns x; at first 1e-4 returns of mean 0 and variance 1
         self.register_buffer("sums", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, reward, done):
@@ -362,24 +361,22 @@ class RewardNormalizer(nn.Module):
 # --- training ---
 
 
-def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+def gradient(net, loss, minibatch: dict, micro_batch: int) -> dict:
     """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
 
     loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
-    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    ROWS_ON_CPU, on a GPU all), whose gradients add up.
     """
-    column = next(iter(minibatch.values()))
-    weight = torch.ones(len(column), device=column.device) if weight is None else weight
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
-    total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
+    num_rows = len(minibatch["obs"])
+    size = micro_batch or (ROWS_ON_CPU if minibatch["obs"].device.type == "cpu" else num_rows)
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # even without rows
-        piece = slice(start, start + size)
-        losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
-        share = weight[piece] / total
-        (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+    for start in range(0, num_rows, size):
+        rows = {name: column[start : start + size] for name, column in minibatch.items()}
+        losses, terms = loss(rows)
+        (losses.sum() / (num_rows * WORLD)).backward()
+        sums = torch.stack([term.detach().sum() for term in terms.values()])
+        means = means + sums / (num_rows * WORLD)
     if WORLD > 1:
         for parameter in net.parameters():
             parameter.grad = sum_over_ranks(parameter.grad)
@@ -409,7 +406,8 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
     for epoch in range(args.update_epochs):
         if epoch == 0 or args.reshuffle:
             permutation = torch.randperm(len(batch["obs"]), device=batch["obs"].device)
-            minibatches = permutation.split(args.minibatch_size)  # leftover rows are not used
+            # Leftover rows, 384 of 9,600 by default, are not used, as in RLlib
+            minibatches = permutation.split(args.minibatch_size)
         for m in torch.randperm(num_minibatches).tolist():
             minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
             if args.norm_adv == "minibatch":
@@ -497,14 +495,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 obs, reward, terminated, truncated, info = envs.step(action)
                 env_s += time.perf_counter() - before
                 rewards[t] = torch.as_tensor(reward)
+                # As in Procgen's published results, a time limit counts as a termination
                 dones[t] = torch.as_tensor(terminated | truncated)
                 episodes += ended_episodes(info)
                 if args.norm_reward:
                     rewards[t] = normalizer(rewards[t], dones[t])
                 run.bar.update(N * WORLD)
 
-            # Time limits count as terminations, as in Procgen's published results: bootstrapping
-            # would need the last observation, which same-step autoreset replaces
+            # Advantages; `obs` is the one after the rollout
             with torch.no_grad():
                 _, last_value = agent(torch.from_numpy(obs).to(device))
             values = torch.cat([rollout["value"], last_value[None]]).cpu()
@@ -607,7 +605,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
         obs, _, _, _, info = envs.step(sample(logits, generator).cpu().numpy())
         for episode in ended_episodes(info):
             played[episode[0]] += 1
-            if played[episode[0]] <= per_env:  # the first to end are short
+            if played[episode[0]] <= per_env:  # as many of each, or short ones would prevail
                 episodes.append(episode)
         if played.min() >= per_env:
             agent.train()
@@ -619,7 +617,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
     if "episode" not in info:
-        info = info.get("final_info", {})  # of the last step, in gymnasium's same-step mode
+        info = info.get("final_info", {})  # where same-step vectors put their environments' info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -660,7 +658,7 @@ def sum_over_ranks(x):
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"needs gymnasium 1.4 or later, not {gym.__version__}")
+        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -701,7 +699,7 @@ def set_up(args: Args, saved: dict | None) -> tuple:
         torch.cuda.set_device(name)
     torch.set_num_threads(args.threads or (available_cores() if name == "cpu" else 1))
     torch.set_float32_matmul_precision("high")  # TF32, the default of convolutions
-    # glibc shall keep freed memory for the next minibatch: fewer page faults
+    # Speed on a CPU: glibc keeps freed memory for the next minibatch, without page faults
     ctypes.CDLL(None).mallopt(-4, 0)  # M_MMAP_MAX
     ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return args, saved, torch.device(name)
@@ -754,7 +752,7 @@ class Run:
             self.say(f"step {row['step']:,}  {text}  {row['time/sps']:,.0f} steps/s")
 
     def open_table(self, columns: list[str]):
-        """Start metrics.csv or add columns; a resumed run drops the rows after its checkpoint."""
+        """Start metrics.csv, or add columns; a resumed run drops rows after its checkpoint."""
         path = self.folder / "metrics.csv"
         old = csv.DictReader(path.read_text().splitlines() if path.exists() else [])
         columns = list(dict.fromkeys([*(old.fieldnames or []), *columns]))  # each once, in order
@@ -787,7 +785,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py (commit f996cf0 continues older ones)"
+        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 

@@ -63,6 +63,7 @@ def test_procgen_stack_and_reset():
     single, gap, full = (procgen("bigfish", stack=stack) for stack in ("none", "gap", "full"))
     assert gap.single_observation_space.shape == (6, 64, 64) and full.single_observation_space.shape == (12, 64, 64)
     history = [single.reset()[0]] * 4
+    full.reset()
     assert (gap.reset()[0] == np.concatenate([history[0]] * 2, 1)).all()
     rng, ends = np.random.default_rng(1), 0
     for _ in range(150):
@@ -139,6 +140,7 @@ def test_procgen_equals_the_procgen_package_now(tmp_path):
 def level_seeds(steps=200, **changes):
     envs, rng, infos = procgen(**changes), np.random.default_rng(0), []
     spy_on(pytest.MonkeyPatch(), envs.unwrapped.envs, "step", lambda result, *_: infos.append(result[4]))
+    envs.reset()
     for _ in range(steps):
         envs.step(rng.integers(15, size=envs.num_envs))
     return {seed for info in infos for seed in info["level_seed"].tolist()}

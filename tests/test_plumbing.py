@@ -213,7 +213,7 @@ def test_wrong_environments_are_refused(script, monkeypatch):
         monkeypatch.setattr(envs, "reset", lambda frames=frames, reset=reset, **k: (frames(reset()[0]), {}))
         refuse(envs)
     monkeypatch.setattr(gym, "__version__", "1.2.3")
-    refuse(script.fake(), "gymnasium 1.4")
+    refuse(script.fake(), "gymnasium 1.2.3")
 
 
 class Toy(gym.Env):

@@ -65,9 +65,12 @@ class Curious(gym.vector.VectorWrapper):
             "rnd_optimizer": self.optimizer,
             "rnd_normalizer": self.normalizer,
         }
-        self.obs, _ = envs.reset()  # to act on next; the script's reset continues these episodes
         self.seen = []  # observations of the present rollout, each (N, C, H, W)
         self.bonuses = []
+
+    def reset(self, **options):
+        self.obs, info = self.env.reset(**options)  # to act on next
+        return self.obs, info
 
     def errors(self, obs):
         """uint8 (B, C, H, W) -> squared errors, means over features, (B,): bonus and loss."""
