@@ -58,13 +58,13 @@ ROWS_ON_CPU = 256  # default of --micro-batch on a CPU
 
 
 def as_schedule(numbers):
-    """One number, or 0 value step value ... (numbers or text) -> 0 value step value ..."""
+    """One number, or pairs of step and value (numbers or text) -> pairs; the first step is 0."""
     numbers = np.atleast_1d(numbers).astype(float).tolist()
     if len(numbers) == 1:
         return [0, *numbers]
     steps = numbers[0::2]
     if len(numbers) % 2 or steps[:1] != [0] or steps != sorted(set(steps)):
-        raise ValueError("must be a number, or 0 value step value ... with rising steps")
+        raise ValueError("must be a number, or pairs of rising steps, from 0 on, and values")
     return numbers
 
 
@@ -84,9 +84,9 @@ class Args:
     run_name: str = ""  # name of a new run's folder; "" = env-id__script__seed__time
     device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
-    compile: bool = False  # torch.compile the policy that learns
+    compile: bool = False  # torch.compile; on a GPU with CUDA graphs
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 256
+    micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 256
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -105,8 +105,8 @@ class Args:
     minibatch_size: PositiveInt = 1024  # rows per SGD step and process; a multiple of --num-steps
     num_minibatches: PositiveInt = 8  # minibatches per dataset; one dataset per iteration
     update_epochs: PositiveInt = 4  # passes over a dataset
-    lr: Schedule = (0, 3.033891184e-4)
-    """learning rate, or 0 rate step rate ... (linear in between, then constant)"""
+    lr: Schedule = 3.033891184e-4
+    """learning rate, or pairs of step and rate from step 0 on, linear in between"""
     anneal_lr: bool = True  # multiply the learning rate by the share of the run that is left
     adam_eps: NonNegativeFloat = 1e-5  # Adam's epsilon
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
@@ -118,8 +118,8 @@ class Args:
     gae_lambda: Share = 0.95  # GAE's lambda
     clip: NonNegativeFloat = 0.1  # clip the ratio to 1 / (1 + this), 1 + this; 0 = off
     vf_clip: NonNegativeFloat = 1  # clip range of the value, in std of returns; 0 = off
-    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error, without 1/2
-    ent_coef: Schedule = (0, 4.677351413e-4)  # weight of the entropy; a number, or as --lr
+    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error; CleanRL's is twice this
+    ent_coef: Schedule = 4.677351413e-4  # weight of the entropy; a number, or as --lr
 
     def __post_init__(self):
         N, T = self.num_envs // self.num_groups, self.num_steps
@@ -300,7 +300,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     return advantage[:-1]
 
 
-def ppo_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
+def ppo_loss(agent, rows: dict, ent_coef, args: Args) -> tuple:
     """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: the larger squared error of
@@ -381,11 +381,13 @@ class Actors:
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile."""
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
+        most = size  # nobody plays while the first dataset is learned and CUDA graphs are recorded
         for not_yielded in range(num_rollouts, 0, -size):
-            while len(rollouts) < min((ahead + 1) * size, not_yielded):
+            while len(rollouts) < min(most, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
+            most = (ahead + 1) * size
 
     def stop(self):
         """End rollouts at their next step and close the environments, except those that hang."""
@@ -454,7 +456,7 @@ def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
         (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+        means = means + (torch.stack(list(terms.values())).detach() * share).sum(1)
     if WORLD > 1:
         for parameter in net.parameters():
             parameter.grad = sum_over_ranks(parameter.grad)
@@ -470,7 +472,7 @@ def mean_of(updates: list[dict]) -> dict:
     return means
 
 
-def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef: float, args: Args) -> dict:
+def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -> dict:
     """Train on a dataset for several epochs -> means over all minibatches.
 
     batch: columns (T, M) of `play_rollout`, where obs has one row more; advantage and target.
@@ -478,6 +480,7 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef: float, args: 
     width = args.minibatch_size // args.num_steps  # trajectories per minibatch
     updates = []  # the means of each SGD step
 
+    @compiled(args)
     def loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
@@ -532,8 +535,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
-    if args.compile:
-        agent.compile()  # the actors' copies stay eager
 
     run = Run(args, saved, device)
     ahead = 0 if args.sync else args.num_batches_to_accumulate
@@ -575,7 +576,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
             # Learning
             lr = schedule(step, args.lr) * (1 - step / total if args.anneal_lr else 1)
-            ent_coef = schedule(step, args.ent_coef)
+            ent_coef = torch.tensor(schedule(step, args.ent_coef), device=device)
             optimizer.param_groups[0]["lr"] = lr
             means = learn(agent, optimizer, actors, batch, ent_coef, args)
             step += batch_size
@@ -583,7 +584,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.bar.update(batch_size)
             learned = time.perf_counter()
 
-            # Losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; the rest is rank 0's
             returns = [episode[1] for rollout in episodes for episode in rollout]
             lengths = [episode[2] for rollout in episodes for episode in rollout]
             metrics = {
@@ -615,7 +616,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
             due = time.monotonic() - run.last_save >= args.checkpoint_every
-            if is_best or is_last or due:
+            if is_best or is_last or due:  # is_best: so that a resumed run knows the score
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         if RANK == 0 and args.eval_episodes:
@@ -709,10 +710,21 @@ def sum_over_ranks(x):
     return x
 
 
+def compiled(args: Args):
+    """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
+
+    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    """
+    if not args.compile:
+        return lambda function: function
+    graphs = args.device != "cpu" and torch.cuda.is_available() and not args.micro_batch
+    return torch.compile(mode="reduce-overhead" if graphs else None)
+
+
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
+        raise UsageError(f"gymnasium {gym.__version__} may lose rewards: install 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -764,7 +776,7 @@ class Run:
 
     def __init__(self, args: Args, saved: dict | None, device: torch.device):
         self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
-        self.step = saved["step"] if saved else 0
+        self.step = saved["step"] if saved else 0  # rows of metrics.csv up to it count
         self.last_save = time.monotonic()
         self.table = None
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -60,13 +60,13 @@ ROWS_ON_CPU = 1  # fragments per forward pass, the default of --micro-batch on a
 
 
 def as_schedule(numbers):
-    """One number, or 0 value step value ... (numbers or text) -> 0 value step value ..."""
+    """One number, or pairs of step and value (numbers or text) -> pairs; the first step is 0."""
     numbers = np.atleast_1d(numbers).astype(float).tolist()
     if len(numbers) == 1:
         return [0, *numbers]
     steps = numbers[0::2]
     if len(numbers) % 2 or steps[:1] != [0] or steps != sorted(set(steps)):
-        raise ValueError("must be a number, or 0 value step value ... with rising steps")
+        raise ValueError("must be a number, or pairs of rising steps, from 0 on, and values")
     return numbers
 
 
@@ -86,9 +86,9 @@ class Args:
     run_name: str = ""  # name of a new run's folder; "" = env-id__script__seed__time
     device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
-    compile: bool = False  # torch.compile the policy that learns
+    compile: bool = False  # torch.compile; on a GPU with CUDA graphs
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU one fragment
+    micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 64
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -104,7 +104,7 @@ class Args:
     minibatch_size: Annotated[int, Field(ge=2)] = 2048  # per batch: one or more rollouts of groups
     update_epochs: PositiveInt = 1  # SGD steps on each batch, new or replayed
     lr: Schedule = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
-    """learning rate, or 0 rate step rate ... (linear in between, then constant); the entry's"""
+    """learning rate, or pairs of step and rate from step 0 on, linear in between; the entry's"""
     adam_eps: NonNegativeFloat = 6.25e-12  # 1e-8 / 1600: the entry's loss is a sum of 1600 rows
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
     sync: bool = True  # act, then learn; --no-sync: also act meanwhile (faster, older rows)
@@ -115,7 +115,7 @@ class Args:
     gamma: Share = 0.99  # discount
     vtrace_lambda: Share = 0.9  # factor on V-trace's trace weights c; 1 = the paper
     vf_coef: NonNegativeFloat = 0.5  # weight of the value loss (half the squared error)
-    ent_coef: Schedule = (0, 0.005)  # weight of the entropy; a number, or as --lr
+    ent_coef: Schedule = 0.005  # weight of the entropy; a number, or as --lr
     # network
     channels: tuple[PositiveInt, PositiveInt, PositiveInt] = (32, 64, 64)  # of the three stages
     pool: Literal["avg", "flatten"] = "avg"  # after the CNN: global average or all outputs
@@ -167,7 +167,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for kept in self.frames:  # safe: each step has a new array
+            for kept in self.frames:  # the last frame, too; `stacked` has made copies
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
@@ -282,7 +282,7 @@ def vtrace(reward, value, done, rho, gamma: float, lam: float):
     return vs[:-1], rho_advantage
 
 
-def impala_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
+def impala_loss(agent, rows: dict, ent_coef, args: Args) -> tuple:
     """Losses (B,) of a minibatch's fragments, and their terms and statistics, each (B,).
 
     rows: columns (B, T), obs one step more. loss/policy: -log pi(a) * rho * advantage (4.2).
@@ -353,11 +353,13 @@ class Actors:
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile."""
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
+        most = size  # nobody plays while the first dataset is learned and CUDA graphs are recorded
         for not_yielded in range(num_rollouts, 0, -size):
-            while len(rollouts) < min((ahead + 1) * size, not_yielded):
+            while len(rollouts) < min(most, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
+            most = (ahead + 1) * size
 
     def stop(self):
         """End rollouts at their next step and close the environments, except those that hang."""
@@ -418,7 +420,7 @@ def gradient(net, loss, minibatch: dict, micro_batch: int) -> dict:
         rows = {name: column[start : start + size] for name, column in minibatch.items()}
         losses, terms = loss(rows)
         (losses.sum() / (num_rows * WORLD)).backward()
-        sums = torch.stack([term.detach().sum() for term in terms.values()])
+        sums = torch.stack(list(terms.values())).detach().sum(1)
         means = means + sums / (num_rows * WORLD)
     if WORLD > 1:
         for parameter in net.parameters():
@@ -435,7 +437,7 @@ def mean_of(updates: list[dict]) -> dict:
     return means
 
 
-def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args: Args) -> dict:
+def learn(agent, optimizer, actors: Actors, batches: list, ent_coef, args: Args) -> dict:
     """Train on each batch update_epochs times -> means over the passes on the new batch.
 
     batches: the new one, then the replayed ones; columns (B, T) of B fragments, obs one step more.
@@ -443,9 +445,11 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef: float, args
     fragments = math.ceil(args.micro_batch / args.num_steps)  # the rows of `gradient`
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
 
+    compiled_loss = compiled(args)(impala_loss)
+
     def loss(rows):
-        losses, terms, values_and_targets = impala_loss(agent, rows, ent_coef, args)
-        critic.append(values_and_targets)
+        losses, terms, values_and_targets = compiled_loss(agent, rows, ent_coef, args)
+        critic.append([x.clone() for x in values_and_targets])
         return losses, terms
 
     for batch in batches:
@@ -494,8 +498,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
-    if args.compile:
-        agent.compile()  # the actors' copies stay eager
     replay_rng = random.Random(args.seed)  # the same on all ranks: they need equally many passes
     ring = deque(maxlen=args.replay_slots if args.replay_proportion else 0)  # newest; not saved
 
@@ -529,7 +531,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
             # Learning
             lr = schedule(step, args.lr)
-            ent_coef = schedule(step, args.ent_coef)
+            ent_coef = torch.tensor(schedule(step, args.ent_coef), device=device)
             optimizer.param_groups[0]["lr"] = lr
             means = learn(agent, optimizer, actors, [batch, *replayed], ent_coef, args)
             step += batch_size
@@ -537,7 +539,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             run.bar.update(batch_size)
             learned = time.perf_counter()
 
-            # Losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; the rest is rank 0's
             returns = [episode[1] for rollout in episodes for episode in rollout]
             lengths = [episode[2] for rollout in episodes for episode in rollout]
             metrics = {
@@ -568,7 +570,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
             due = time.monotonic() - run.last_save >= args.checkpoint_every
-            if is_best or is_last or due:
+            if is_best or is_last or due:  # is_best: so that a resumed run knows the score
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         if RANK == 0 and args.eval_episodes:
@@ -665,10 +667,21 @@ def sum_over_ranks(x):
     return x
 
 
+def compiled(args: Args):
+    """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
+
+    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    """
+    if not args.compile:
+        return lambda function: function
+    graphs = args.device != "cpu" and torch.cuda.is_available() and not args.micro_batch
+    return torch.compile(mode="reduce-overhead" if graphs else None)
+
+
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
+        raise UsageError(f"gymnasium {gym.__version__} may lose rewards: install 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -720,7 +733,7 @@ class Run:
 
     def __init__(self, args: Args, saved: dict | None, device: torch.device):
         self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
-        self.step = saved["step"] if saved else 0
+        self.step = saved["step"] if saved else 0  # rows of metrics.csv up to it count
         self.last_save = time.monotonic()
         self.table = None
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -57,13 +57,13 @@ ROWS_ON_CPU = 256  # default of --micro-batch on a CPU
 
 
 def as_schedule(numbers):
-    """One number, or 0 value step value ... (numbers or text) -> 0 value step value ..."""
+    """One number, or pairs of step and value (numbers or text) -> pairs; the first step is 0."""
     numbers = np.atleast_1d(numbers).astype(float).tolist()
     if len(numbers) == 1:
         return [0, *numbers]
     steps = numbers[0::2]
     if len(numbers) % 2 or steps[:1] != [0] or steps != sorted(set(steps)):
-        raise ValueError("must be a number, or 0 value step value ... with rising steps")
+        raise ValueError("must be a number, or pairs of rising steps, from 0 on, and values")
     return numbers
 
 
@@ -83,9 +83,9 @@ class Args:
     run_name: str = ""  # name of a new run's folder; "" = env-id__script__seed__time
     device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
-    compile: bool = False  # torch.compile the policy that learns
+    compile: bool = False  # torch.compile; on a GPU with CUDA graphs
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 256
+    micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 256
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -102,8 +102,8 @@ class Args:
     num_steps: PositiveInt = 128  # rollout length per environment
     minibatch_size: PositiveInt = 512  # rows per SGD step and process; must divide the rollout
     update_epochs: PositiveInt = 4  # how often a row is drawn, on average
-    lr: Schedule = (0, 1e-4)
-    """learning rate, or 0 rate step rate ... (linear in between, then constant)"""
+    lr: Schedule = 1e-4
+    """learning rate, or pairs of step and rate from step 0 on, linear in between"""
     adam_eps: NonNegativeFloat = 1e-8  # Adam's epsilon
     max_grad_norm: NonNegativeFloat = 0.5  # clip the norm of the policy's gradient; 0 = off
     # algorithm
@@ -112,7 +112,7 @@ class Args:
     gae_lambda: Share = 0.95  # GAE's lambda, for both
     clip: NonNegativeFloat = 0.1  # clip range of the probability ratio; 0 = off
     vf_coef: NonNegativeFloat = 1  # weight of the value loss (half the squared error)
-    ent_coef: Schedule = (0, 0.001)  # weight of the entropy; a number, or as --lr
+    ent_coef: Schedule = 0.001  # weight of the entropy; a number, or as --lr
     ext_coef: NonNegativeFloat = 2  # weight of the game's advantages; 0 = off
     int_coef: NonNegativeFloat = 1  # weight of the bonus's advantages; 0 = off
     eta: NonNegativeFloat = 0.5  # bonus = this x the mean squared error of the prediction
@@ -337,6 +337,14 @@ def sample(logits, generator=None):
     return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
+@torch.no_grad()
+def act(agent, obs):
+    """uint8 (N, C, H, W) -> drawn actions (N,), their log-probability (N,), values (N, 2)."""
+    logits, value = agent(obs)
+    action = sample(logits)
+    return action, logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1), value
+
+
 def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
@@ -350,7 +358,7 @@ def gae(reward, value, terminated, done, gamma: float, lam: float):
     return advantage[:-1]
 
 
-def ppo_loss(agent, rows: dict, ent_coef: float, args: Args) -> tuple:
+def ppo_loss(agent, rows: dict, ent_coef, args: Args) -> tuple:
     """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: half the squared error, summed
@@ -430,7 +438,7 @@ def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
         (losses * share).sum().backward()
-        means = means + torch.stack([(term.detach() * share).sum() for term in terms.values()])
+        means = means + (torch.stack(list(terms.values())).detach() * share).sum(1)
     if WORLD > 1:
         for parameter in net.parameters():
             parameter.grad = sum_over_ranks(parameter.grad)
@@ -446,7 +454,7 @@ def mean_of(updates: list[dict]) -> dict:
     return means
 
 
-def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> dict:
+def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     """Train policy, predictor and target, one SGD step per minibatch -> means over all minibatches.
 
     batch: columns of T * N rows: obs, valid, action, logp, value, advantage, target.
@@ -456,6 +464,7 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef: float, args: Args) -> di
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     updates = []  # the means of each SGD step
 
+    @compiled(args)
     def policy_loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
@@ -508,8 +517,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
-    if args.compile:
-        agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # all draws of training
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
@@ -526,6 +533,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
 
+    # In a GPU's pinned memory, from which copies do not wait
+    staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    policy = compiled(args)(act)
     run = Run(args, saved, device)
     recent = []  # returns of the last 100 episodes
     metrics = {}
@@ -547,12 +557,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             env_s = 0.0
             episodes = []  # those that end: (environment, return, length)
             for t in range(T):
-                rollout["obs"][t] = torch.from_numpy(obs)
+                staged.copy_(torch.from_numpy(obs))
+                rollout["obs"][t].copy_(staged, non_blocking=True)
                 rollout["valid"][t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
-                with torch.no_grad():
-                    logits, value = agent(rollout["obs"][t])
-                action = sample(logits)
-                logp = logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+                action, logp, value = policy(agent, rollout["obs"][t])
                 rollout["action"][t] = action
                 rollout["logp"][t] = logp
                 rollout["value"][t] = value
@@ -588,14 +596,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
             # Learning
             lr = schedule(step, args.lr)
-            ent_coef = schedule(step, args.ent_coef)
+            ent_coef = torch.tensor(schedule(step, args.ent_coef), device=device)
             optimizer.param_groups[0]["lr"] = lr
             means = learn(agent, snd, optimizer, batch, ent_coef, args)
             step += batch_size
             iteration += 1
             learned = time.perf_counter()
 
-            # Losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; the rest is rank 0's
             returns = [episode[1] for episode in episodes]
             lengths = [episode[2] for episode in episodes]
             metrics = {
@@ -627,7 +635,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
             due = time.monotonic() - run.last_save >= args.checkpoint_every
-            if is_best or is_last or due:
+            if is_best or is_last or due:  # is_best: so that a resumed run knows the score
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         envs.close()
@@ -721,10 +729,21 @@ def sum_over_ranks(x):
     return x
 
 
+def compiled(args: Args):
+    """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
+
+    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    """
+    if not args.compile:
+        return lambda function: function
+    graphs = args.device != "cpu" and torch.cuda.is_available() and not args.micro_batch
+    return torch.compile(mode="reduce-overhead" if graphs else None)
+
+
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
+        raise UsageError(f"gymnasium {gym.__version__} may lose rewards: install 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -776,7 +795,7 @@ class Run:
 
     def __init__(self, args: Args, saved: dict | None, device: torch.device):
         self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
-        self.step = saved["step"] if saved else 0
+        self.step = saved["step"] if saved else 0  # rows of metrics.csv up to it count
         self.last_save = time.monotonic()
         self.table = None
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -57,13 +57,13 @@ ROWS_ON_CPU = 64  # default of --micro-batch on a CPU
 
 
 def as_schedule(numbers):
-    """One number, or 0 value step value ... (numbers or text) -> 0 value step value ..."""
+    """One number, or pairs of step and value (numbers or text) -> pairs; the first step is 0."""
     numbers = np.atleast_1d(numbers).astype(float).tolist()
     if len(numbers) == 1:
         return [0, *numbers]
     steps = numbers[0::2]
     if len(numbers) % 2 or steps[:1] != [0] or steps != sorted(set(steps)):
-        raise ValueError("must be a number, or 0 value step value ... with rising steps")
+        raise ValueError("must be a number, or pairs of rising steps, from 0 on, and values")
     return numbers
 
 
@@ -83,9 +83,9 @@ class Args:
     run_name: str = ""  # name of a new run's folder; "" = env-id__script__seed__time
     device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
-    compile: bool = False  # torch.compile the policy that learns
+    compile: bool = False  # torch.compile; on a GPU with CUDA graphs
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per forward pass; 0 = all, on a CPU 64
+    micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 64
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -101,7 +101,7 @@ class Args:
     minibatch_size: Annotated[int, Field(ge=2)] = 1024  # rows per SGD step and process
     update_epochs: PositiveInt = 3  # passes over a rollout
     lr: Schedule = (0, 1e-4, 5e5, 8e-4, 1e6, 1e-4, 2e6, 5e-4, 3e6, 5e-5, 4e6, 2e-4, 8e6, 3e-5)
-    """learning rate, or 0 rate step rate ... (linear in between, then constant); the entry's"""
+    """learning rate, or pairs of step and rate from step 0 on, linear in between; the entry's"""
     adam_eps: NonNegativeFloat = 1e-8  # Adam's epsilon
     max_grad_norm: NonNegativeFloat = 0  # clip the gradient's norm; 0 = off
     reshuffle: bool = False  # reshuffle rows every epoch (OpenAI), not only the minibatches
@@ -110,9 +110,9 @@ class Args:
     gae_lambda: Share = 0.9  # GAE's lambda
     clip: NonNegativeFloat = 0.2  # clip range of the probability ratio; 0 = off
     vf_clip: NonNegativeFloat = 30  # clip range of the value, in units of return; 0 = off
-    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error, without 1/2
+    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error; CleanRL's is twice this
     norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardize within each
-    ent_coef: Schedule = (0, 0.01)  # weight of the entropy; a number, or as --lr
+    ent_coef: Schedule = 0.01  # weight of the entropy; a number, or as --lr
     kl_coef: NonNegativeFloat = 0.2  # first weight of KL(old || new), adapted to --kl-target
     kl_target: PositiveFloat = 0.01  # target of the KL per iteration
     # network
@@ -136,7 +136,7 @@ OPENAI = dict(
     stack="none", channels=(16, 32, 32), pool="flatten", input_shift=0, ortho_heads=True,
     norm_reward=0.99, norm_adv="minibatch", gamma=0.999, gae_lambda=0.95, vf_clip=0.2,
     vf_coef=0.25, kl_coef=0, lr=5e-4, adam_eps=1e-5, max_grad_norm=0.5,
-)  # github.com/openai/train-procgen, easy levels; its --norm-reward is not gamma # fmt: skip
+)  # github.com/openai/train-procgen, easy; norm_reward: VecNormalize's default # fmt: skip
 
 
 # --- environment ---
@@ -174,7 +174,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for kept in self.frames:  # safe: each step has a new array
+            for kept in self.frames:  # the last frame, too; `stacked` has made copies
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
@@ -271,6 +271,13 @@ def sample(logits, generator=None):
     return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
+@torch.no_grad()
+def act(agent, obs):
+    """uint8 (N, C, H, W) -> logits (N, A), value (N,), drawn actions (N,)."""
+    logits, value = agent(obs)
+    return logits, value, sample(logits)
+
+
 def gae(reward, value, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
@@ -283,7 +290,7 @@ def gae(reward, value, done, gamma: float, lam: float):
     return advantage[:-1]
 
 
-def ppo_loss(agent, rows: dict, kl_coef: float, ent_coef: float, args: Args) -> tuple:
+def ppo_loss(agent, rows: dict, kl_coef, ent_coef, args: Args) -> tuple:
     """Losses (B,) of a minibatch's rows, and their terms and statistics, each (B,).
 
     loss/policy: negated clipped surrogate (PPO, eq. 7). loss/value: the larger of the squared
@@ -375,7 +382,7 @@ def gradient(net, loss, minibatch: dict, micro_batch: int) -> dict:
         rows = {name: column[start : start + size] for name, column in minibatch.items()}
         losses, terms = loss(rows)
         (losses.sum() / (num_rows * WORLD)).backward()
-        sums = torch.stack([term.detach().sum() for term in terms.values()])
+        sums = torch.stack(list(terms.values())).detach().sum(1)
         means = means + sums / (num_rows * WORLD)
     if WORLD > 1:
         for parameter in net.parameters():
@@ -392,7 +399,7 @@ def mean_of(updates: list[dict]) -> dict:
     return means
 
 
-def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: Args) -> dict:
+def learn(agent, optimizer, batch: dict, kl_coef, ent_coef, args: Args) -> dict:
     """Train on a rollout for several epochs -> means over all minibatches (train/kl: last epoch).
 
     batch: columns of T * N rows: obs, action, logits, value, advantage, target.
@@ -400,6 +407,7 @@ def learn(agent, optimizer, batch: dict, kl_coef: float, ent_coef: float, args: 
     num_minibatches = len(batch["obs"]) // args.minibatch_size
     updates = []  # the means of each SGD step
 
+    @compiled(args)
     def loss(rows):
         return ppo_loss(agent, rows, kl_coef, ent_coef, args)
 
@@ -453,8 +461,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         optimizer.param_groups[0]["eps"] = args.adam_eps  # flags given now win
         if args.kl_coef == saved["args"]["kl_coef"]:  # otherwise a new --kl-coef wins
             kl_coef = saved["kl_coef"]
-    if args.compile:
-        agent.compile()
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and minibatches
 
     # Row t = (obs_t, a_t, pi(.|obs_t), V(obs_t), r_{t+1}, done_{t+1})
@@ -467,6 +473,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     dones = torch.zeros(T, N)
 
+    # In a GPU's pinned memory, from which copies do not wait
+    staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    policy = compiled(args)(act)
     run = Run(args, saved, device)
     recent = []  # returns of the last 100 episodes
     metrics = {}
@@ -483,10 +492,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             env_s = 0.0
             episodes = []  # those that end: (environment, return, length)
             for t in range(T):
-                rollout["obs"][t] = torch.from_numpy(obs)
-                with torch.no_grad():
-                    logits, value = agent(rollout["obs"][t])
-                action = sample(logits)
+                staged.copy_(torch.from_numpy(obs))
+                rollout["obs"][t].copy_(staged, non_blocking=True)
+                logits, value, action = policy(agent, rollout["obs"][t])
                 rollout["logits"][t] = logits
                 rollout["value"][t] = value
                 rollout["action"][t] = action
@@ -519,12 +527,13 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             lr = schedule(step, args.lr)
             ent_coef = schedule(step, args.ent_coef)
             optimizer.param_groups[0]["lr"] = lr
-            means = learn(agent, optimizer, batch, kl_coef, ent_coef, args)
+            coefs = torch.tensor([kl_coef, ent_coef], device=device)  # numbers would be compiled in
+            means = learn(agent, optimizer, batch, *coefs, args)
             step += batch_size
             iteration += 1
             learned = time.perf_counter()
 
-            # Losses are means over ranks; episodes and seconds are rank 0's
+            # Losses are means over ranks; the rest is rank 0's
             returns = [episode[1] for episode in episodes]
             lengths = [episode[2] for episode in episodes]
             metrics = {
@@ -558,7 +567,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
             due = time.monotonic() - run.last_save >= args.checkpoint_every
-            if is_best or is_last or due:
+            if is_best or is_last or due:  # is_best: so that a resumed run knows the score
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         envs.close()
@@ -655,10 +664,21 @@ def sum_over_ranks(x):
     return x
 
 
+def compiled(args: Args):
+    """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
+
+    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    """
+    if not args.compile:
+        return lambda function: function
+    graphs = args.device != "cpu" and torch.cuda.is_available() and not args.micro_batch
+    return torch.compile(mode="reduce-overhead" if graphs else None)
+
+
 def check_envs(envs, obs, num_envs: int, autoreset, min_size: int):
     """Raise UsageError for environments that the script cannot train on."""
     if tuple(map(int, gym.__version__.split(".")[:2])) < (1, 4):
-        raise UsageError(f"gymnasium {gym.__version__}: lost rewards before 1.4")
+        raise UsageError(f"gymnasium {gym.__version__} may lose rewards: install 1.4")
     mode = envs.metadata.get("autoreset_mode")
     actions = envs.single_action_space
     fits = isinstance(actions, gym.spaces.Discrete) and actions.start == 0 and mode == autoreset
@@ -710,7 +730,7 @@ class Run:
 
     def __init__(self, args: Args, saved: dict | None, device: torch.device):
         self.flags = pydantic.TypeAdapter(Args).dump_python(args, mode="json")  # plain numbers
-        self.step = saved["step"] if saved else 0
+        self.step = saved["step"] if saved else 0  # rows of metrics.csv up to it count
         self.last_save = time.monotonic()
         self.table = None
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{datetime.now():%Y%m%d-%H%M%S-%f}"

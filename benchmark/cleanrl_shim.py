@@ -1,9 +1,10 @@
-"""Runs CleanRL's own ppo_procgen.py, ppo_atari_envpool.py or ppo_rnd_envpool.py with the packages of requirements.txt.
+"""Runs CleanRL's and LeanRL's own files with the packages of requirements.txt.
 
 Those files are written for gym 0.23: `reset` returns observations only, `step` returns four values, and gym.wrappers
 take vector environments. Their text runs unchanged. The installed gym reports that version, by which EnvPool chooses
 what its environments return, and gets the four old wrappers. `procgen.ProcgenEnv` is EnvPool's Procgen, the same C++
-sources, as in ppo_procgen.py. Their TensorBoard writer tells the end of every iteration to a stopwatch.
+sources, as in ppo_procgen.py. Their TensorBoard writer (LeanRL's: progress bar) tells the end of every iteration to a
+stopwatch. LeanRL's wandb is replaced by nothing, and so is its change to Categorical, with which PyTorch 2.13 fails.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import gym
 import numpy as np
+import tqdm
 from gym.wrappers.normalize import RunningMeanStd
+from torch.distributions import categorical
 from torch.utils import tensorboard
 
 
@@ -98,11 +101,21 @@ class ProcgenEnv(gym.Env):
         return {"rgb": obs.transpose(0, 2, 3, 1)}, reward, terminated | truncated, [{}] * self.num_envs
 
 
+class Unchanged(type):
+    def __setattr__(cls, name, value):
+        pass
+
+
+class Categorical(categorical.Categorical, metaclass=Unchanged):
+    logits = categorical.Categorical.__dict__["logits"]
+    probs = categorical.Categorical.__dict__["probs"]
+
+
 WRAPPERS = (TransformObservation, RecordEpisodeStatistics, NormalizeReward, TransformReward)
 
 
-def run(file: Path, flags: list[str], folder: str, end_of_iteration):
-    """Run a file in a folder and discard its output; end_of_iteration(step) ends it by raising."""
+def run(file: Path, flags: list[str], folder: str, end_of_iteration, rows: int):
+    """Run a file in a folder, without output, until end_of_iteration(step) raises. rows: of an iteration."""
 
     writers = []
 
@@ -116,6 +129,22 @@ def run(file: Path, flags: list[str], folder: str, end_of_iteration):
             if tag == "charts/SPS":  # the last line of an iteration
                 end_of_iteration(step)
 
+    class Progress:
+        def __init__(self, iterations):
+            self.iterations = iterations
+
+        def __iter__(self):
+            for iteration in self.iterations:  # from 1
+                yield iteration
+                end_of_iteration(iteration * rows)
+
+        def set_description(self, text):
+            pass
+
+    if file.parent.name == "leanrl":
+        tqdm.tqdm = Progress
+        categorical.Categorical = Categorical
+        sys.modules["wandb"] = types.SimpleNamespace(init=lambda **_: None, log=lambda *_, **__: None)
     file = file.resolve()  # the folder changes below
     gym.__version__ = "0.23.1"
     for wrapper in WRAPPERS:

@@ -2,6 +2,8 @@
 
     python benchmark/speed.py ppo_procgen -- --num-envs 64 --channels 16 32 32
     python benchmark/speed.py --against cleanrl --source CLONE --json FOLDER    # git clone of vwxyzjn/cleanrl
+    python benchmark/speed.py --against leanrl --source CLONE --json FOLDER     # git clone of meta-pytorch/LeanRL
+    python benchmark/speed.py --gpu --json FILE  # all scripts on a GPU, fp32 and bf16, with and without --compile
     python benchmark/speed.py appo_atari --against sb3 --peer-python PYTHON -- --env-id Pong
     python benchmark/speed.py ppo_procgen --revision HEAD~1  # the same script of another revision
 
@@ -14,7 +16,10 @@ the learner. Another revision is checked out into a temporary git worktree, wher
 Baselines (--against):
 - "cleanrl": CleanRL's file for the same task from CLONE, run by cleanrl_shim.py with the sizes of the flags.
   ppo_procgen.py gets CleanRL's network and loss, the others its gradient clipping. Without a script's name the rows of
-  ROWS are measured, each written to a file in FOLDER.
+  ROWS are measured, each written to a file in FOLDER. --equal: without its deterministic convolutions, with TF32 and as
+  many threads as the script has, which on a GPU is one.
+- "leanrl": LeanRL's ppo_atari_envpool_torchcompile.py, likewise; on a GPU with the flags of its README, --compile
+  --cudagraphs. It needs tensordict 0.10.0 (pip install --no-deps tensordict==0.10.0 orjson pyvers cloudpickle).
 - "sync": APPO without overlap; "overlap": IMPALA with overlap; "fp32": the script without the --precision bf16 or
   --compile of the flags.
 - "sb3": Stable-Baselines3 2.9.2 with its own Atari wrappers and the same sizes, for appo_atari. It runs with its own
@@ -45,7 +50,7 @@ BASELINES = {
     "impala_procgen": ("overlap", "fp32"),
     "ppo_atari_rnd": ("cleanrl", "fp32"),
     "ppo_atari_snd": ("fp32",),
-    "appo_atari": ("cleanrl", "sync", "sb3", "fp32"),
+    "appo_atari": ("cleanrl", "leanrl", "sync", "sb3", "fp32"),
 }
 CHANGED = {  # the script itself, with these flags
     "sync": ["--sync"],
@@ -53,7 +58,13 @@ CHANGED = {  # the script itself, with these flags
     "fp32": ["--precision", "fp32", "--no-compile"],
 }
 
-COUNTERPARTS = {"ppo_procgen": "ppo_procgen", "appo_atari": "ppo_atari_envpool", "ppo_atari_rnd": "ppo_rnd_envpool"}
+COUNTERPARTS = {
+    ("cleanrl", "ppo_procgen"): "cleanrl/ppo_procgen.py",
+    ("cleanrl", "appo_atari"): "cleanrl/ppo_atari_envpool.py",
+    ("cleanrl", "ppo_atari_rnd"): "cleanrl/ppo_rnd_envpool.py",
+    ("leanrl", "appo_atari"): "leanrl/ppo_atari_envpool_torchcompile.py",
+}
+CLONES = {"cleanrl": "https://github.com/vwxyzjn/cleanrl", "leanrl": "https://github.com/meta-pytorch/LeanRL"}
 ALIKE = {  # flags for the counterpart's network and loss, as far as the script has them
     "ppo_procgen": "--stack none --channels 16 32 32 --pool flatten --input-shift 0 --ortho-heads --reshuffle "
     "--norm-reward 0.999 --norm-adv minibatch --gamma 0.999 --gae-lambda 0.95 --vf-clip 0.2 --vf-coef 0.25 --kl-coef 0 "
@@ -67,12 +78,24 @@ ASYNC = ("impala_procgen", "appo_atari")  # their first iterations also fill the
 STARPILOT = "--env-id starpilot --num-envs 64 --num-steps 32"
 BREAKOUT = "--env-id Breakout --num-envs 8 --num-steps 128 --minibatch-size 256 --num-minibatches 4"
 MONTEZUMA = "--env-id MontezumaRevenge --num-envs 128 --num-steps 16 --minibatch-size 2048 --predictor-share 0.25"
-ROWS = {  # compared with CleanRL: file -> command
+ROWS = {  # compared with CleanRL and LeanRL: file -> command
     "cleanrl_ppo_procgen_1_minibatch": f"ppo_procgen -- {STARPILOT} --minibatch-size 2048",
     "cleanrl_ppo_procgen_8_minibatches": f"ppo_procgen -- {STARPILOT} --minibatch-size 256",
     "cleanrl_appo_atari": f"appo_atari --iterations 8 -- {BREAKOUT}",
     "cleanrl_ppo_atari_rnd": f"ppo_atari_rnd -- {MONTEZUMA}",
+    "leanrl_appo_atari": f"appo_atari --iterations 8 -- {BREAKOUT}",
 }
+GPU = {  # measured by --gpu: the rows' sizes, then the scripts' defaults
+    "ppo_procgen, 1 minibatch": f"ppo_procgen {STARPILOT} --minibatch-size 2048 {ALIKE['ppo_procgen']}",
+    "ppo_procgen, 8 minibatches": f"ppo_procgen {STARPILOT} --minibatch-size 256 {ALIKE['ppo_procgen']}",
+    "appo_atari, CleanRL's sizes": f"appo_atari {BREAKOUT}",
+    "ppo_procgen": "ppo_procgen",
+    "impala_procgen": "impala_procgen",
+    "appo_atari": "appo_atari",
+    "ppo_atari_rnd": "ppo_atari_rnd --warmup-steps 16",
+    "ppo_atari_snd": "ppo_atari_snd --warmup-steps 16",
+}
+VARIANTS = ("", "--compile", "--precision bf16", "--precision bf16 --compile")
 
 
 class Enough(BaseException):
@@ -120,18 +143,19 @@ def measure_script(script, args, watch: Stopwatch):
     script.train(args)
 
 
-def cleanrl_flags(script, args) -> list[str]:
-    """Flags for the same numbers of environments, steps, minibatches and epochs in CleanRL's file, or UsageError."""
+def peer_flags(script, args, options) -> list[str]:
+    """Flags for the same numbers of environments, steps, minibatches and epochs in the other file, or UsageError."""
+    import torch
     import tyro
 
     alike = tyro.cli(script.Args, args=ALIKE[script.__name__].split())
     for name in FIXED:
         if getattr(args, name, None) != getattr(alike, name, None):
-            raise script.UsageError(f"--{name.replace('_', '-')}: CleanRL has no such flag")
+            raise script.UsageError(f"--{name.replace('_', '-')}: {options.against} has no such flag")
     rows = args.num_envs * args.num_steps
     minibatches = getattr(args, "num_minibatches", rows // args.minibatch_size)
     if minibatches * args.minibatch_size != rows:
-        raise script.UsageError(f"--minibatch-size {args.minibatch_size}: CleanRL's minibatches have all {rows} rows")
+        raise script.UsageError(f"--minibatch-size {args.minibatch_size}: other minibatches have all {rows} rows")
     game = args.env_id if script.__name__ == "ppo_procgen" else args.env_id.removesuffix("-v5") + "-v5"
     flags = dict(env_id=game, num_envs=args.num_envs, num_steps=args.num_steps, num_minibatches=minibatches)
     flags |= dict(update_epochs=args.update_epochs, total_timesteps=10**9)
@@ -139,18 +163,27 @@ def cleanrl_flags(script, args) -> list[str]:
         flags["update_proportion"] = args.predictor_share or min(1, 32 / args.num_envs)
         flags["num_iterations_obs_norm_init"] = 1  # before the first iteration, which is discarded
     words = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
-    return words + (["--no-cuda"] if args.device == "cpu" else [])
+    if options.equal:
+        words.append("--no-torch-deterministic")
+    if args.device == "cpu":
+        words.append("--no-cuda")
+    elif options.against == "leanrl" and torch.cuda.is_available():
+        words += ["--compile", "--cudagraphs"]
+    return words
 
 
-def measure_cleanrl(script, args, source: Path, watch: Stopwatch):
-    """Run CleanRL's file, with --threads PyTorch threads, or one per core (PyTorch's default)."""
+def measure_peer(script, args, options, watch: Stopwatch):
+    """Run the other file, with --threads PyTorch threads, or one per core (PyTorch's default)."""
     import torch
 
     import cleanrl_shim
 
     torch.set_num_threads(args.threads or script.available_cores())
-    file = source / "cleanrl" / f"{COUNTERPARTS[script.__name__]}.py"
-    cleanrl_shim.run(file, cleanrl_flags(script, args), args.run_dir, watch.row)
+    if options.equal:
+        script.set_up(args, None)  # its threads and TF32
+    file = options.source / COUNTERPARTS[options.against, script.__name__]
+    rows = args.num_envs * args.num_steps
+    cleanrl_shim.run(file, peer_flags(script, args, options), args.run_dir, watch.row, rows)
 
 
 SB3 = """
@@ -197,26 +230,36 @@ def sb3(args, options) -> dict:
 
 def child(options, flags: list[str]) -> dict:
     """One measurement, in this process."""
+    import torch
     import tyro
 
     name, variant = options.name, options.child
     script = importlib.import_module(name)
-    if options.against == "cleanrl":
+    if options.against in CLONES:
         flags = [*ALIKE[name].split(), *flags]
     watch = Stopwatch(options.warmup + options.iterations)
+    if torch.cuda.is_available():
+        query = "nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader,nounits --loop-ms=200"
+        monitor = subprocess.Popen(query.split(), stdout=subprocess.PIPE, text=True)
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--run-dir", folder, "--eval-episodes", "0"]
         args = tyro.cli(script.Args, args=[*fixed, *flags, *CHANGED.get(variant, [])])
-        if options.against == "cleanrl":
-            cleanrl_flags(script, args)  # refuse now, not after the script's measurement
+        if options.against in CLONES:
+            peer_flags(script, args, options)  # refuse now, not after the script's measurement
         if variant == "sb3":
             return sb3(args, options)
         with contextlib.suppress(Enough):
-            if variant == "cleanrl":
-                measure_cleanrl(script, args, options.source, watch)
+            if variant in CLONES:
+                measure_peer(script, args, options, watch)
             else:
                 measure_script(script, args, watch)
-    return watch.result(options.warmup)
+    found = watch.result(options.warmup)
+    if torch.cuda.is_available():
+        monitor.terminate()
+        samples = [line.split(", ") for line in monitor.communicate()[0].splitlines()]
+        busy, memory = zip(*samples[len(samples) // 2 :], strict=True)  # the first half has the warm-up
+        found |= dict(gpu_busy=statistics.mean(map(int, busy)), gpu_gib=max(map(int, memory)) / 1024)
+    return found
 
 
 @contextlib.contextmanager
@@ -254,6 +297,7 @@ def measure(options, variant: str, flags: list[str], root: Path = ROOT) -> dict:
     for name in ("iterations", "warmup", "peer_python", "source", "against"):
         if value := getattr(options, name):
             command += [f"--{name.replace('_', '-')}", str(value)]
+    command += ["--equal"] * options.equal
     running = subprocess.Popen([*command, "--", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         output, errors = running.communicate()
@@ -290,24 +334,57 @@ def compare(options, flags: list[str]) -> dict:
     return dict(revisions=found) if options.revision else found
 
 
-def cleanrl_rows(options, flags: list[str]) -> int:
-    """Each row of ROWS as its own command."""
+def all_rows(options, flags: list[str]) -> int:
+    """Each row of ROWS that is compared with the baseline as its own command."""
     for row, words in ROWS.items():
+        if not row.startswith(options.against):
+            continue
         own, _, sizes = words.partition(" -- ")
-        own = [*own.split(), "--against", "cleanrl", "--source", str(options.source), "--pairs", str(options.pairs)]
+        own = [*own.split(), "--against", options.against, "--source", str(options.source)]
+        own += ["--pairs", str(options.pairs), *["--equal"] * options.equal]
         if options.json:
-            own += ["--json", str(options.json / f"{row}.json")]
+            own += ["--json", str(options.json / f"{row}{'_equal' * options.equal}.json")]
         if code := main([*own, "--", *sizes.split(), *flags]):
             return code
     return 0
 
 
+def gpu_table(options, flags: list[str]) -> dict:
+    """Every configuration of GPU in every one of VARIANTS, once; prints a table in Markdown."""
+    import tyro
+
+    names = "configuration", "flags", "steps/s", "ms per acting step", "ms per SGD step", "GPU busy, %", "GPU GiB"
+    results, table = {}, [names, ["---"] * len(names)]
+    for label, words in GPU.items():
+        options.name, *sizes = words.split()
+        options.warmup, options.iterations = (3 if options.name in ASYNC else 2), 2
+        args = tyro.cli(importlib.import_module(options.name).Args, args=sizes)
+        passes = args.update_epochs * (1 + getattr(args, "replay_proportion", 0))
+        for variant in VARIANTS:
+            try:
+                found = measure(options, "script", [*sizes, *variant.split(), *flags])
+            except RuntimeError as error:  # the others are still worth having
+                print(error, file=sys.stderr)
+                continue
+            results[f"{label} {variant}".strip()] = found
+            seconds = found["seconds_a_step"]
+            acting = 1e3 * seconds["policy"] * args.num_envs / getattr(args, "num_groups", 1)
+            learning = 1e3 * seconds["learn"] * args.minibatch_size / passes
+            gpu = found.get("gpu_busy", 0), found.get("gpu_gib", 0)
+            numbers = [f"{x:,.0f}" if x > 99 else f"{x:.2f}" for x in (found["sps"], acting, learning, *gpu)]
+            table.append([label, variant, *numbers])
+    print("\n".join(f"| {' | '.join(cells)} |" for cells in table))
+    return dict(results=results)
+
+
 def parsed(parser, own: list[str]):
     """Parse the options before `--`; a mistake ends with one line and exit code 2."""
     parser.add_argument("name", nargs="?", choices=sorted(BASELINES), help="a script, without .py")
-    parser.add_argument("--against", help="alternate with this baseline; without a script's name, cleanrl")
+    parser.add_argument("--against", help="alternate with this baseline; without a script's name, cleanrl or leanrl")
+    parser.add_argument("--equal", action="store_true", help="cleanrl, leanrl: not as shipped, but on equal terms")
+    parser.add_argument("--gpu", action="store_true", help="measure all scripts in four variants, without a baseline")
     parser.add_argument("--revision", help="alternate with the script of this revision")
-    parser.add_argument("--source", type=Path, help="a clone of CleanRL")
+    parser.add_argument("--source", type=Path, help="a clone of CleanRL or LeanRL")
     parser.add_argument("--peer-python", default="python", help="the Python that has sb3")
     parser.add_argument("--pairs", type=int, help="pairs of measurements; default 2, without a script's name 4")
     parser.add_argument("--iterations", type=int, help="iterations measured per process, default 2")
@@ -317,13 +394,12 @@ def parsed(parser, own: list[str]):
     options = parser.parse_args(own)
     if any(value is not None and value < 1 for value in (options.pairs, options.iterations, options.warmup)):
         parser.error("--pairs, --iterations and --warmup must be at least 1")
-    if not options.name and options.against != "cleanrl":
-        parser.error("either the name of a script, or --against cleanrl")
+    if options.gpu == bool(options.name) and not (options.against in CLONES and not options.gpu):
+        parser.error("either the name of a script, or --gpu, or --against cleanrl or leanrl")
     if options.name and options.against and options.against not in BASELINES[options.name]:
         parser.error(f"--against {options.against}: {options.name} has {', '.join(BASELINES[options.name])}")
-    if options.against == "cleanrl" and not (options.source and (options.source / "cleanrl/ppo_procgen.py").exists()):
-        where = "git clone https://github.com/vwxyzjn/cleanrl"
-        parser.error(f"--source {options.source}: no cleanrl/ppo_procgen.py in it; {where}")
+    if options.against in CLONES and not (options.source and (options.source / options.against).is_dir()):
+        parser.error(f"--source {options.source}: not a clone of {CLONES[options.against]}")
     if options.revision:
         known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{options.revision}^{{commit}}"]
         if subprocess.run(known, capture_output=True).returncode or options.against:
@@ -354,8 +430,8 @@ def main(argv=None) -> int:
                 raise
             parser.error(str(error))
         return 0
-    if not options.name:
-        return cleanrl_rows(options, flags)
+    if not options.name and not options.gpu:
+        return all_rows(options, flags)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after all measurements
     command = " ".join(["python", "benchmark/speed.py", *argv])
@@ -363,7 +439,7 @@ def main(argv=None) -> int:
     summary = dict(command=command, git=revision_of(ROOT), hardware=hardware())
     print(f"{command.removeprefix('python benchmark/')}\n{hardware()}", flush=True)
     try:
-        summary |= compare(options, flags)
+        summary |= gpu_table(options, flags) if options.gpu else compare(options, flags)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import json
 import subprocess
+import sys
+import types
 
 import evaluate
 import pytest
@@ -102,10 +104,11 @@ def test_speed_against_cleanrl(tmp_path, monkeypatch):
     """A stand-in for CleanRL's file gets old gym and equal sizes; a file per row, ratios the right way round."""
     (tmp_path / "cleanrl").mkdir()
     (tmp_path / "cleanrl" / "ppo_procgen.py").write_text(OLD_GYM)
-    monkeypatch.setattr(speed, "ROWS", {"x": "ppo_procgen --iterations 1 -- --env-id starpilot --update-epochs 2"})
-    words = f"--against cleanrl --source {tmp_path} --pairs 1 --json {tmp_path} -- {TINY}"
+    row = "ppo_procgen --iterations 1 -- --env-id starpilot --update-epochs 2"
+    monkeypatch.setattr(speed, "ROWS", {"cleanrl_x": row, "leanrl_x": "not measured"})
+    words = f"--against cleanrl --equal --source {tmp_path} --pairs 1 --json {tmp_path} -- {TINY}"
     assert speed.main(words.split()) == 0
-    found = json.loads((tmp_path / "x.json").read_text())
+    found = json.loads((tmp_path / "cleanrl_x_equal.json").read_text())
     (ours,), (theirs,) = found["results"]["script"], found["results"]["cleanrl"]
     phases = ours["seconds_a_step"]
     assert found["wall_ratios"] == [ours["sps"] / theirs["sps"]] and "--source CLONE" in found["command"]
@@ -116,11 +119,37 @@ def test_speed_against_cleanrl(tmp_path, monkeypatch):
     assert flags.items() >= sizes.items() and threads == 1 and 0 < largest <= 3
 
 
+LEAN = """
+import gym, numpy as np, tqdm, wandb
+from torch.distributions.categorical import Categorical
+Categorical.logits = None  # as LeanRL's file does, in its way
+assert Categorical(logits=__import__("torch").zeros(3)).logits.shape == (3,) and gym.__version__ == "0.23.1"
+wandb.init(project="x")
+for iteration in tqdm.tqdm(range(1, 9)):
+    np.linalg.norm(np.ones(10**5 * iteration))
+    wandb.log({"speed": 1}, step=iteration)
+raise RuntimeError("was not stopped")
+"""
+
+
+def test_speed_against_leanrl(tmp_path):
+    """A stand-in for LeanRL's file: the progress bar tells the end of iterations of equal size."""
+    (tmp_path / "leanrl").mkdir()
+    (tmp_path / "leanrl" / "ppo_atari_envpool_torchcompile.py").write_text(LEAN)
+    words = f"appo_atari --child leanrl --against leanrl --source {tmp_path} --iterations 2 --warmup 1 -- --device cpu"
+    command = [sys.executable, speed.__file__, *words.split(), "--minibatch-size", "1024", "--num-minibatches", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["sps"] > 0 and 0 < found["seconds_a_step"]["cpu"] < 1
+
+
 def test_speed_against_cleanrl_at_equal_sizes_only():
     """Flags that CleanRL's files do not have are refused: the ratio would be of unequal work."""
     script = importlib.import_module("appo_atari")
     args = script.Args(num_envs=8, minibatch_size=256, num_minibatches=4)
-    assert "--env-id=Breakout-v5" in speed.cleanrl_flags(script, args)
+    options = types.SimpleNamespace(against="cleanrl", equal=False)
+    assert "--env-id=Breakout-v5" in speed.peer_flags(script, args, options)
     for name, value in (("num_minibatches", 8), ("minibatch_size", 384), ("frame_size", 96)):
-        with pytest.raises(script.UsageError, match="CleanRL"):
-            speed.cleanrl_flags(script, dataclasses.replace(args, **{name: value}))
+        with pytest.raises(script.UsageError, match="cleanrl|minibatches"):
+            speed.peer_flags(script, dataclasses.replace(args, **{name: value}), options)

@@ -44,7 +44,7 @@ def envs_of(script, first, count):
 
 def difference(snd, pairs):
     """A target's loss that is a mean over rows; the true one compares pairs that each rank draws."""
-    loss = snd.target(snd.preprocess(snd.rollout)).square().mean()
+    loss = snd.target(snd.preprocess(snd.rollout)).square().mean().expand(len(pairs["far"]))
     return loss, {"loss/target": loss}
 
 

@@ -114,7 +114,7 @@ class RND(script.SND):
 
     def target_loss(self, pairs: dict):
         loss = 0 * sum(weights.sum() for weights in self.target.parameters())  # it learns nothing
-        return loss, {"loss/target": loss}
+        return loss.expand(len(pairs["far"])), {"loss/target": loss.expand(len(pairs["far"]))}
 
     def bonus(self, frames, micro_batch: int):
         """As SND, or (b2, b3) the errors divided by their std in the earlier rollouts."""

@@ -101,7 +101,7 @@ class SND(script.SND):
         """The loss of pairs of frames; with std and vic, the second one comes next."""
         if self.kind == "v":
             return super().target_loss(pairs)
-        loss = self.next_loss(pairs["first"], pairs["second"])
+        loss = self.next_loss(pairs["first"], pairs["second"]).expand(len(pairs["far"]))
         return loss, {"loss/target": loss}
 
     def next_loss(self, frames, next_frames):
