@@ -152,7 +152,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def reset(self, *, seed=None, options=None):
         self.ended = np.zeros(self.num_envs, bool)  # a life or a game, in the last step
-        self.lives = np.zeros(self.num_envs)  # inf after a game: its reset is no restart
+        self.lives = np.zeros(self.num_envs)  # inf after a game, so that its reset is no restart
         self.returns = np.zeros(self.num_envs)  # of the games so far
         self.lengths = np.zeros(self.num_envs, int)
         return self.envs.reset()
@@ -163,7 +163,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.lengths += ~self.ended
         # No-ops after a lost life may end the game and start the next: only the lives tell
         restarted = self.ended & (info["lives"] > self.lives)
-        game_over = info["terminated"] > 0  # the game, not a life
+        game_over = info["terminated"] > 0  # the game, not a life; no-ops may end it, too
         terminated = terminated | (truncated & game_over)  # over exactly at the time limit
         self.ended = terminated | truncated
         game_ended = (self.ended & game_over) | truncated | restarted
@@ -260,7 +260,7 @@ class Agent(nn.Module):
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.orthogonal_(module.weight)
                 nn.init.zeros_(module.bias)
-        self.to(memory_format=torch.channels_last)  # before there are sums of five dimensions
+        self.to(memory_format=torch.channels_last)  # before the 5-D sums of self.frames
         # Sample Factory's start and epsilon, for frames from 0 to 255
         self.frames = RunningMoments((1, *obs_shape), 1, variance=255**2, epsilon=1e-5 * 255**2)
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
@@ -378,12 +378,15 @@ class Actors:
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
-        """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile."""
+        """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
+
+        Rollouts start in next() only: with ahead = 0 nobody plays while the learner learns.
+        """
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        most = size  # nobody plays while the first dataset is learned and CUDA graphs are recorded
-        for not_yielded in range(num_rollouts, 0, -size):
-            while len(rollouts) < min(most, not_yielded):
+        most = size  # ahead = 0 for the first dataset, with which CUDA graphs are recorded
+        for rollouts_left in range(num_rollouts, 0, -size):
+            while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
@@ -439,19 +442,17 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
 # --- training ---
 
 
-def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
+def gradient(net, loss, minibatch: dict, micro_batch: int, weight) -> dict:
     """Set net's gradient of the mean of the losses over all ranks -> means of the terms.
 
     loss(rows) -> losses (B,) and a dict of terms (B,), for at most `micro_batch` rows at a time (0:
-    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count; None: all count.
+    ROWS_ON_CPU, on a GPU all). weight: (rows,), 0 for a row that does not count.
     """
-    column = next(iter(minibatch.values()))
-    weight = torch.ones(len(column), device=column.device) if weight is None else weight
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once if no rows were drawn
+    for start in range(0, len(weight), size):
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
@@ -484,7 +485,8 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -
     def loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
-    agent.returns.update(batch["target"][batch["valid"].bool()])  # batch["value"] is older
+    # Targets in units of their new statistics; batch["value"] keeps the actors'
+    agent.returns.update(batch["target"][batch["valid"].bool()])
     batch["target"] = ((batch["target"] - agent.returns.mean) / agent.returns.std).clamp(-5, 5)
     batch["obs"] = batch["obs"][:-1]  # without the one that bootstraps
     for _ in range(args.update_epochs):
@@ -560,11 +562,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             valid = batch["valid"].bool()
             received = time.perf_counter()
 
-            # Advantages. The new statistics of frames change the policy: no first ratio is 1
+            # Advantages. Statistics of frames change first, as in Sample Factory, so that even with
+            # --sync the first ratios are not exactly 1
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             with torch.no_grad():
                 _, last_value = agent(batch["obs"][T])
-            # By the newest statistics, not those of acting, as in Sample Factory
+            # By the newest statistics, not those of acting; as there
             values = torch.cat([batch["value"], last_value[None]]).clamp(-5, 5)
             values = (values * agent.returns.std + agent.returns.mean).cpu()  # in units of return
             ends = batch["terminated"], batch["done"]

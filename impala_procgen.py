@@ -350,12 +350,15 @@ class Actors:
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
-        """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile."""
+        """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
+
+        Rollouts start in next() only: with ahead = 0 nobody plays while the learner learns.
+        """
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        most = size  # nobody plays while the first dataset is learned and CUDA graphs are recorded
-        for not_yielded in range(num_rollouts, 0, -size):
-            while len(rollouts) < min(most, not_yielded):
+        most = size  # ahead = 0 for the first dataset, with which CUDA graphs are recorded
+        for rollouts_left in range(num_rollouts, 0, -size):
+            while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
