@@ -58,6 +58,22 @@ def test_lag_bound(script, monkeypatch):
 
 
 @both
+def test_nobody_plays_while_the_first_dataset_is_learned(script, monkeypatch):
+    """Then CUDA graphs are recorded, which other threads must not disturb; later datasets overlap."""
+    group, played, learn = script.fake(), [], script.module.learn
+
+    def note(*inputs):
+        start = len(group.actions)
+        time.sleep(0.1)
+        played.append(len(group.actions) - start)
+        return learn(*inputs)
+
+    monkeypatch.setattr(script.module, "learn", note)
+    script.train(group, 3, sync=False, num_batches_to_accumulate=1)
+    assert played[0] == 0 < played[1]
+
+
+@both
 def test_a_resumed_run_may_have_other_batches(script):
     """Its steps are then no multiple of a batch; it ends at or below the total, with rollouts for all of them."""
     script.train(script.fake(), total_timesteps=32, num_steps=8, **HALF[script.name])

@@ -57,6 +57,16 @@ def test_compiled_once_and_whole(script, graphs, monkeypatch):
     torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-5, atol=1e-7)
 
 
+def test_graphs_on_a_gpu_only(script, monkeypatch):
+    """And not with micro-batches, whose gradients the next graph would overwrite."""
+    modes, compiled, options = [], script.module.compiled, script.module.Args
+    monkeypatch.setattr(torch, "compile", lambda mode: modes.append(mode))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for changes in (dict(), dict(device="cpu"), dict(micro_batch=64)):
+        compiled(options(compile=True, **changes))
+    assert modes == ["reduce-overhead", None, None] and compiled(options())(len) is len
+
+
 class Count(TorchDispatchMode):
     """Counts operations other than views, except in compiled functions and their backward passes."""
 
