@@ -225,7 +225,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, ...), broadcast to shape. fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
+        """x: (B, *shape). fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -854,7 +854,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
+        hint = f"is it a run of this {SCRIPT}.py? (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 

@@ -12,7 +12,7 @@
 
 A frame's bonus is a predictor's error on a fixed random network's features of it.
 PPO: Schulman et al. 2017, arXiv:1707.06347. GAE: Schulman et al. 2016, arXiv:1506.02438.
-Defaults: the paper's table 5. Unlike most PPO code (github.com/openai/random-network-distillation):
+Defaults: the paper's table 5. As github.com/openai/random-network-distillation, not most PPO code:
 - two value heads with one discount each; the intrinsic return does not stop at episode ends;
 - no standardization of advantages, no clipping of values or gradients;
 - a minibatch holds all rows of some environments, the same ones in every epoch;
@@ -153,7 +153,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = self.envs.step(actions)
-        # EnvPool calls a game over at the time limit truncated; info knows
+        # A game that ends exactly at the time limit is only truncated here; info tells it
         terminated = (terminated | truncated) & (info["terminated"] > 0)
         return obs, reward, terminated, truncated, info
 
@@ -254,7 +254,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, ...), broadcast to shape. fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
+        """x: (B, *shape). fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -487,8 +487,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
     # done_{t+1}); for the predictor the newest frame of obs_{t+1}. The row after an end is not
-    # valid: its action is ignored. The predictor trains on its frame, too, the next episode's
-    # first; otherwise it would stay novel and dying would be rewarded.
+    # valid: its action is ignored. The predictor trains on its frame, too, the first of the next
+    # episode, which would otherwise stay novel and reward dying; the intrinsic return includes it.
     rollout = {
         "obs": torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
@@ -847,7 +847,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
+        hint = f"is it a run of this {SCRIPT}.py? (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 

@@ -805,7 +805,7 @@ def load(run: str) -> dict:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
     except Exception as error:  # a damaged file can raise nearly anything
-        hint = f"no run of this {SCRIPT}.py; commit f996cf0 continues runs of older ones"
+        hint = f"is it a run of this {SCRIPT}.py? (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
     return saved | {"folder": str(run)}
 
