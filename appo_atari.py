@@ -118,7 +118,7 @@ class Args:
     gae_lambda: Share = 0.95  # GAE's lambda
     clip: NonNegativeFloat = 0.1  # clip the ratio to 1 / (1 + this), 1 + this; 0 = off
     vf_clip: NonNegativeFloat = 1  # clip range of the value, in std of returns; 0 = off
-    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error; CleanRL's is twice this
+    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error (no 1/2, as in CleanRL)
     ent_coef: Schedule = 4.677351413e-4  # weight of the entropy; a number, or as --lr
 
     def __post_init__(self):
@@ -627,7 +627,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # The weights may include part of an iteration, whose steps do not count
+        # Stopped while learning, the weights have learned from steps that do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -716,7 +716,8 @@ def sum_over_ranks(x):
 def compiled(args: Args):
     """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
 
-    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    A closure is compiled once, although every iteration defines it. The next graph overwrites the
+    results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
     """
     if not args.compile:
         return lambda function: function
@@ -829,6 +830,7 @@ class Run:
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        self.file.flush()
         os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):

@@ -153,7 +153,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
     def step(self, actions):
         obs, reward, terminated, truncated, info = self.envs.step(actions)
-        # A game that ends exactly at the time limit is only truncated here; info tells it
+        # If a game ends exactly at the time limit, EnvPool says only truncated, but info knows
         terminated = (terminated | truncated) & (info["terminated"] > 0)
         return obs, reward, terminated, truncated, info
 
@@ -486,9 +486,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and the predictor's rows
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
-    # done_{t+1}); for the predictor the newest frame of obs_{t+1}. The row after an end is not
-    # valid: its action is ignored. The predictor trains on its frame, too, the first of the next
-    # episode, which would otherwise stay novel and reward dying; the intrinsic return includes it.
+    # done_{t+1}); for the predictor the newest frame of obs_{t+1}. If step t ends an episode, row
+    # t + 1 has its last observation and is not valid: the action is ignored. The predictor trains
+    # on that row's frame, too, the next episode's first, or it would stay novel and reward dying.
+    # The intrinsic return runs through the row; its V_int is not trained and weighs 1 - lambda.
     rollout = {
         "obs": torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
@@ -621,7 +622,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # The weights may include part of an iteration, whose steps do not count
+        # Stopped while learning, the weights have learned from steps that do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -709,7 +710,8 @@ def sum_over_ranks(x):
 def compiled(args: Args):
     """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
 
-    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    A closure is compiled once, although every iteration defines it. The next graph overwrites the
+    results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
     """
     if not args.compile:
         return lambda function: function
@@ -822,6 +824,7 @@ class Run:
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        self.file.flush()
         os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):

@@ -110,7 +110,7 @@ class Args:
     gae_lambda: Share = 0.9  # GAE's lambda
     clip: NonNegativeFloat = 0.2  # clip range of the probability ratio; 0 = off
     vf_clip: NonNegativeFloat = 30  # clip range of the value, in units of return; 0 = off
-    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error; CleanRL's is twice this
+    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error (no 1/2, as in CleanRL)
     norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardize within each
     ent_coef: Schedule = 0.01  # weight of the entropy; a number, or as --lr
     kl_coef: NonNegativeFloat = 0.2  # first weight of KL(old || new), adapted to --kl-target
@@ -201,7 +201,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
         start_level=0 if test else args.start_level,
     )
     envs = ProcgenEnvs(envs, num_envs, STACKS[args.stack])
-    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs)  # same-step: from gymnasium 1.4 on
 
 
 # --- network ---
@@ -576,7 +576,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # The weights may include part of an iteration, whose steps do not count
+        # Stopped while learning, the weights have learned from steps that do not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -667,7 +667,8 @@ def sum_over_ranks(x):
 def compiled(args: Args):
     """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
 
-    A graph's results are overwritten when the next starts, gradients too: none for micro-batches.
+    A closure is compiled once, although every iteration defines it. The next graph overwrites the
+    results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
     """
     if not args.compile:
         return lambda function: function
@@ -780,6 +781,7 @@ class Run:
         self.table = csv.DictWriter(self.file, columns, lineterminator="\n")
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
+        self.file.flush()
         os.replace(self.file.name, path)  # a complete file, old or new; it stays open
 
     def save(self, name: str, parts: dict, **counters):
