@@ -384,7 +384,7 @@ class Actors:
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        most = size  # ahead = 0 for the first dataset, with which CUDA graphs are recorded
+        most = size  # at first nobody plays ahead: learning may record CUDA graphs
         for rollouts_left in range(num_rollouts, 0, -size):
             while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)

@@ -14,7 +14,7 @@
 IMPALA, V-trace, network: Espeholt et al. 2018, arXiv:1802.01561. Procgen: Cobbe et al. 2020,
 arXiv:1912.01588. As in T. Tumiel's entry to the NeurIPS 2020 Procgen competition
 (github.com/LARS12llt/procgen-competition, RLlib 0.8.7), unlike the paper:
-- by default groups of environments (RLlib's workers) take turns: one plays, the learner trains;
+- by default nobody plays while the learner trains: only replayed batches are off-policy;
 - Adam, no clipping of gradients or rewards, lambda 0.9; a wider CNN, frames t-3 and t as input;
 - whole batches are replayed, not half of each. More: docs/impala_procgen.md.
 """
@@ -88,7 +88,7 @@ class Args:
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile; on a GPU with CUDA graphs
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
-    micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 64
+    micro_batch: NonNegativeInt = 0  # steps per backward pass, in whole fragments; 0 = default
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
     eval_every: NonNegativeInt = 0  # steps between evaluations; 0 = only at the end
@@ -101,7 +101,7 @@ class Args:
     num_groups: PositiveInt = 4  # groups of environments, each stepped by its own thread
     # optimization
     num_steps: PositiveInt = 64  # rollout length; a fragment is one environment's part of a rollout
-    minibatch_size: Annotated[int, Field(ge=2)] = 2048  # per batch: one or more rollouts of groups
+    minibatch_size: Annotated[int, Field(ge=2)] = 2048  # steps in a batch, of whole group rollouts
     update_epochs: PositiveInt = 1  # SGD steps on each batch, new or replayed
     lr: Schedule = (0, 2e-4, 4e5, 5e-4, 1e6, 2e-4)
     """learning rate, or pairs of step and rate from step 0 on, linear in between; the entry's"""
@@ -167,7 +167,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for kept in self.frames:  # the last frame, too; `stacked` has made copies
+            for kept in self.frames:  # each step's array is new, and `stacked` copies
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
@@ -356,7 +356,7 @@ class Actors:
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        most = size  # ahead = 0 for the first dataset, with which CUDA graphs are recorded
+        most = size  # at first nobody plays ahead: learning may record CUDA graphs
         for rollouts_left in range(num_rollouts, 0, -size):
             while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)
@@ -445,7 +445,7 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef, args: Args)
 
     batches: the new one, then the replayed ones; columns (B, T) of B fragments, obs one step more.
     """
-    fragments = math.ceil(args.micro_batch / args.num_steps)  # the rows of `gradient`
+    fragments = math.ceil(args.micro_batch / args.num_steps)  # `gradient` calls them rows
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
 
     compiled_loss = compiled(args)(impala_loss)

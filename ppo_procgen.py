@@ -174,7 +174,7 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for kept in self.frames:  # the last frame, too; `stacked` has made copies
+            for kept in self.frames:  # each step's array is new, and `stacked` copies
                 kept[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
