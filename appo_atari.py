@@ -85,7 +85,7 @@ class Args:
     device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile; on a GPU with CUDA graphs
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 256
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
@@ -118,7 +118,7 @@ class Args:
     gae_lambda: Share = 0.95  # GAE's lambda
     clip: NonNegativeFloat = 0.1  # clip the ratio to 1 / (1 + this), 1 + this; 0 = off
     vf_clip: NonNegativeFloat = 1  # clip range of the value, in std of returns; 0 = off
-    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error (no 1/2, as in CleanRL)
+    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error; 0.25 here is CleanRL's 0.5
     ent_coef: Schedule = 4.677351413e-4  # weight of the entropy; a number, or as --lr
 
     def __post_init__(self):
@@ -225,7 +225,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("std", torch.full(shape, (variance + epsilon) ** 0.5))
 
     def update(self, x):
-        """x: (B, *shape). fp32 holds pixel sums of 256 rows exactly (< 2^24)."""
+        """x: (B, *shape). fp32 sums are exact: 256 x 255^2 < 2^24."""
         new = torch.zeros_like(self.sums)
         new[0] = len(x)
         for rows in x.split(256):
@@ -481,7 +481,7 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -
     width = args.minibatch_size // args.num_steps  # trajectories per minibatch
     updates = []  # the means of each SGD step
 
-    @compiled(args)
+    @compiled(args)  # once: PyTorch caches by code
     def loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
@@ -519,7 +519,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     total = args.total_timesteps // batch_size * batch_size
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each part of a resumed run has its own episodes and actions
+    # Each rank and each part of a run, by its first step, has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     groups = []
     for g in range(args.num_groups):
@@ -613,13 +613,11 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            is_best = len(recent) == 100 and np.mean(recent) > best
-            if is_best:
+            if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            due = time.monotonic() - run.last_save >= args.checkpoint_every
-            if is_best or is_last or due:  # is_best: so that a resumed run knows the score
+            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         if RANK == 0 and args.eval_episodes:
@@ -627,7 +625,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # Stopped while learning, the weights have learned from steps that do not count
+        # If `learn` was stopped, the weights include SGD steps on a rollout that does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -716,8 +714,8 @@ def sum_over_ranks(x):
 def compiled(args: Args):
     """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
 
-    A closure is compiled once, although every iteration defines it. The next graph overwrites the
-    results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
+    PyTorch caches by a function's code, so a closure is compiled once. The next graph overwrites
+    the results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
     """
     if not args.compile:
         return lambda function: function
@@ -855,6 +853,9 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
+        if Path(run, "best.pt").exists():  # a later best score must not be forgotten
+            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
+            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"is it a run of this {SCRIPT}.py? (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
@@ -891,7 +892,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others have nothing to save
+    if RANK == 0:  # the others end at once; if it waits for them it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

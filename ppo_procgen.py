@@ -84,7 +84,7 @@ class Args:
     device: Device = "auto"  # auto, cpu, cuda, cuda:1; cuda with torchrun: a GPU per process
     threads: NonNegativeInt = 0  # CPU threads; 0 = all cores
     compile: bool = False  # torch.compile; on a GPU with CUDA graphs
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is slow on most CPUs
+    precision: Literal["fp32", "bf16"] = "fp32"  # fp32: TF32 on a GPU; bf16 is slow on most CPUs
     micro_batch: NonNegativeInt = 0  # rows per backward pass (they add up); 0 = all, on a CPU 64
     checkpoint_every: NonNegativeFloat = 300  # seconds between checkpoints
     eval_episodes: NonNegativeInt = 100  # episodes of an evaluation; 0 = never evaluate
@@ -110,7 +110,7 @@ class Args:
     gae_lambda: Share = 0.9  # GAE's lambda
     clip: NonNegativeFloat = 0.2  # clip range of the probability ratio; 0 = off
     vf_clip: NonNegativeFloat = 30  # clip range of the value, in units of return; 0 = off
-    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error (no 1/2, as in CleanRL)
+    vf_coef: NonNegativeFloat = 0.5  # weight of the squared value error; 0.25 here is CleanRL's 0.5
     norm_adv: Literal["rollout", "minibatch"] = "rollout"  # standardize within each
     ent_coef: Schedule = 0.01  # weight of the entropy; a number, or as --lr
     kl_coef: NonNegativeFloat = 0.2  # first weight of KL(old || new), adapted to --kl-target
@@ -174,8 +174,8 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
             first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for kept in self.frames:  # each step's array is new, and `stacked` copies
-                kept[done] = first
+            for frame in self.frames:  # safe: each step's array is new, and `stacked` copies
+                frame[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
@@ -407,7 +407,7 @@ def learn(agent, optimizer, batch: dict, kl_coef, ent_coef, args: Args) -> dict:
     num_minibatches = len(batch["obs"]) // args.minibatch_size
     updates = []  # the means of each SGD step
 
-    @compiled(args)
+    @compiled(args)  # once: PyTorch caches by code
     def loss(rows):
         return ppo_loss(agent, rows, kl_coef, ent_coef, args)
 
@@ -442,7 +442,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     batch_size = T * N * WORLD
     counters = saved or {"step": 0, "iteration": 0, "best": -math.inf}
     step, iteration, best = counters["step"], counters["iteration"], counters["best"]
-    # Each rank and each part of a resumed run has its own episodes and actions
+    # Each rank and each part of a run, by its first step, has its own episodes and actions
     stream = f"training from {step} of rank {RANK}"
     envs = make_envs(args, N, stream_seed(args.seed, stream))
     obs, _ = envs.reset()
@@ -473,7 +473,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     dones = torch.zeros(T, N)
 
-    # In a GPU's pinned memory, from which copies do not wait
+    # On a GPU pinned memory, from which a copy does not wait; `action.cpu()` waits for both
     staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     policy = compiled(args)(act)
     run = Run(args, saved, device)
@@ -561,13 +561,11 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                     metrics[f"eval/return_{split}"] = scores["mean"]
             run.log(metrics)
             recent = [*recent, *returns][-100:]
-            is_best = len(recent) == 100 and np.mean(recent) > best
-            if is_best:
+            if len(recent) == 100 and np.mean(recent) > best:
                 best = float(np.mean(recent))
                 save("best.pt")
             is_last = step + batch_size > args.total_timesteps
-            due = time.monotonic() - run.last_save >= args.checkpoint_every
-            if is_best or is_last or due:  # is_best: so that a resumed run knows the score
+            if is_last or time.monotonic() - run.last_save >= args.checkpoint_every:
                 run.last_save = time.monotonic()
                 save("checkpoint.pt")
         envs.close()
@@ -576,7 +574,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # Stopped while learning, the weights have learned from steps that do not count
+        # If `learn` was stopped, the weights include SGD steps on a rollout that does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -667,8 +665,8 @@ def sum_over_ranks(x):
 def compiled(args: Args):
     """A decorator: nothing, or with --compile torch.compile; on a GPU with CUDA graphs.
 
-    A closure is compiled once, although every iteration defines it. The next graph overwrites the
-    results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
+    PyTorch caches by a function's code, so a closure is compiled once. The next graph overwrites
+    the results of a graph, gradients too: no graphs with --micro-batch, which adds up gradients.
     """
     if not args.compile:
         return lambda function: function
@@ -806,6 +804,9 @@ def load(run: str) -> dict:
     try:
         saved = torch.load(Path(run, "checkpoint.pt"), map_location="cpu", weights_only=True)
         Args(**saved["args"])
+        if Path(run, "best.pt").exists():  # a later best score must not be forgotten
+            best = torch.load(Path(run, "best.pt"), map_location="cpu", weights_only=True)
+            saved["best"] = best["best"]
     except Exception as error:  # a damaged file can raise nearly anything
         hint = f"is it a run of this {SCRIPT}.py? (commit f996cf0 continues older ones)"
         raise UsageError(f"--resume {run}: {hint}: {error}") from None
@@ -844,7 +845,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others have nothing to save
+    if RANK == 0:  # the others end at once; if it waits for them it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())
