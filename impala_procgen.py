@@ -356,13 +356,13 @@ class Actors:
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # started and not yet yielded
-        most = size  # at first nobody plays ahead: learning may record CUDA graphs
-        for rollouts_left in range(num_rollouts, 0, -size):
+        for number, rollouts_left in enumerate(range(num_rollouts, 0, -size)):
+            # At first nobody plays ahead: learning may record CUDA graphs
+            most = size if number < 2 else (ahead + 1) * size
             while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
-            most = (ahead + 1) * size
 
     def stop(self):
         """End rollouts at their next step and close the environments, except those that hang."""
@@ -624,7 +624,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
             agent.train()
             return episodes
         if step == 1000 and not episodes:
-            tqdm.write("evaluation: no episode has ended in 1,000 steps; is there a time limit?")
+            tqdm.write("evaluation: 1,000 steps without an end; no time limit, or not recorded?")
 
 
 def ended_episodes(info: dict) -> list[tuple]:

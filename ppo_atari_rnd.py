@@ -527,9 +527,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             env_s = 0.0
             episodes = []  # those that end: (environment, return, length)
             for t in range(T):
+                rollout["valid"][t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
                 staged.copy_(torch.from_numpy(obs))
                 rollout["obs"][t].copy_(staged, non_blocking=True)
-                rollout["valid"][t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
                 action, logp, value = policy(agent, rollout["obs"][t])
                 rollout["action"][t] = action
                 rollout["logp"][t] = logp
@@ -661,7 +661,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
             agent.train()
             return episodes
         if step == 1000 and not episodes:
-            tqdm.write("evaluation: no episode has ended in 1,000 steps; is there a time limit?")
+            tqdm.write("evaluation: 1,000 steps without an end; no time limit, or not recorded?")
 
 
 def ended_episodes(info: dict) -> list[tuple]:

@@ -618,7 +618,7 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
             agent.train()
             return episodes
         if step == 1000 and not episodes:
-            tqdm.write("evaluation: no episode has ended in 1,000 steps; is there a time limit?")
+            tqdm.write("evaluation: 1,000 steps without an end; no time limit, or not recorded?")
 
 
 def ended_episodes(info: dict) -> list[tuple]:

@@ -58,7 +58,7 @@ def test_lag_bound(script, monkeypatch):
 
 
 @both
-def test_nobody_plays_while_the_first_dataset_is_learned(script, monkeypatch):
+def test_nobody_plays_while_the_first_datasets_are_learned(script, monkeypatch):
     """Then CUDA graphs are recorded, which other threads must not disturb; later datasets overlap."""
     group, played, learn = script.fake(), [], script.module.learn
 
@@ -69,8 +69,8 @@ def test_nobody_plays_while_the_first_dataset_is_learned(script, monkeypatch):
         return learn(*inputs)
 
     monkeypatch.setattr(script.module, "learn", note)
-    script.train(group, 3, sync=False, num_batches_to_accumulate=1)
-    assert played[0] == 0 < played[1]
+    script.train(group, 4, sync=False, num_batches_to_accumulate=1)
+    assert played[0] == played[1] == 0 < played[2]
 
 
 @both
@@ -130,17 +130,17 @@ def test_an_interrupt_ends_actors_within_a_step(script, monkeypatch):
     """Not at the end of their rollouts. An environment that hangs is given up; the learner's state is saved before."""
 
     def interrupt(_, run, metrics):
-        if metrics["step"] == 2 * ITERATION:
+        if metrics["step"] == 3 * ITERATION:
             raise KeyboardInterrupt
 
     spy_on(monkeypatch, script.module.Run, "log", interrupt)
     slow, hanging = script.fake(2, Slow), script.fake(2, Slow)
     slow.seconds, hanging.seconds = 1, 20
-    slow.fast = hanging.fast = 2 * 16  # until the rollout after the last that is learned
+    slow.fast = hanging.fast = 3 * 16  # until the rollout after the last that is learned
     before, start = set(threading.enumerate()), time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
         script.train([slow, hanging], 10, num_groups=2, sync=False)
     assert time.perf_counter() - start < 12  # a rollout of the slow one takes 16 seconds
     assert slow.closed and not hanging.closed
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)  # others would keep Python
-    assert torch.load(script.folder / "checkpoint.pt", weights_only=True)["step"] == 2 * ITERATION
+    assert torch.load(script.folder / "checkpoint.pt", weights_only=True)["step"] == 3 * ITERATION

@@ -256,7 +256,7 @@ def test_play(script, capfd):
     assert sorted(episodes) == [(0, 2, 1)] * 3 + [(1, 800, 400)] * 3
     assert not capfd.readouterr().out
     script.module.play(agent, script.fake(episodes=[[(np.zeros(2100, np.float32), "terminated")]]), 1, seed=0)
-    assert capfd.readouterr().out.count("no episode has ended in 1,000 steps") == 1
+    assert capfd.readouterr().out.count("1,000 steps without an end") == 1
     assert set(modes) == {False} and agent.training and torch.equal(before, torch.get_rng_state())
 
 
