@@ -127,7 +127,7 @@ class Args:
         if self.num_envs % self.num_groups:
             raise ValueError(f"--num-groups {self.num_groups}: a divisor of {self.num_envs}")
         if self.minibatch_size % T or rows % (N * T):
-            raise ValueError(f"--minibatch-size: a multiple of {T}, x --num-minibatches of {N * T}")
+            raise ValueError(f"--minibatch-size: a multiple of {T}; all minibatches: of {N * T}")
         if self.total_timesteps < rows * WORLD:
             raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
 
@@ -161,9 +161,10 @@ class AtariEnvs(gym.vector.VectorEnv):
         obs, reward, terminated, truncated, info = self.envs.step(actions)
         self.returns += np.where(self.ended, 0, info["reward"])
         self.lengths += ~self.ended
-        # No-ops after a lost life may end the game and start the next: only the lives tell
+        # A reset after a lost life plays no-ops. If they end the game, EnvPool starts the next one
+        # without a report, and we only see more lives: it counts as a game's end now
         restarted = self.ended & (info["lives"] > self.lives)
-        game_over = info["terminated"] > 0  # the game, not a life; no-ops may end it, too
+        game_over = info["terminated"] > 0  # the game, not a life; ignored in a reset
         terminated = terminated | (truncated & game_over)  # over exactly at the time limit
         self.ended = terminated | truncated
         game_ended = (self.ended & game_over) | truncated | restarted
@@ -260,7 +261,7 @@ class Agent(nn.Module):
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.orthogonal_(module.weight)
                 nn.init.zeros_(module.bias)
-        self.to(memory_format=torch.channels_last)  # before the 5-D sums of self.frames
+        self.to(memory_format=torch.channels_last)  # fails for the 5-D sums of self.frames
         # Sample Factory's start and epsilon, for frames from 0 to 255
         self.frames = RunningMoments((1, *obs_shape), 1, variance=255**2, epsilon=1e-5 * 255**2)
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
@@ -377,16 +378,17 @@ class Actors:
         """Actors use this copy from their next step on. It never changes, so it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
-    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
+    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
-        Rollouts start in next() only: with ahead = 0 nobody plays while the learner learns.
+        Rollouts are queued in next() only: with ahead = 0 nobody plays while the learner learns,
+        nor while it learns from the first `alone` datasets.
         """
         groups = itertools.cycle(self.groups)
-        rollouts = []  # started and not yet yielded
+        rollouts = []  # queued, playing or finished
+        # rollouts_left: not yet yielded, queued or not
         for number, rollouts_left in enumerate(range(num_rollouts, 0, -size)):
-            # At first nobody plays ahead: learning may record CUDA graphs
-            most = size if number < 2 else (ahead + 1) * size
+            most = size if number < alone else (ahead + 1) * size
             while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
@@ -481,11 +483,11 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -
     width = args.minibatch_size // args.num_steps  # trajectories per minibatch
     updates = []  # the means of each SGD step
 
-    @compiled(args)  # once: PyTorch caches by code
+    @compiled(args)  # defined in each iteration, but compiled once
     def loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
-    # Targets in units of their new statistics; batch["value"] keeps the actors'
+    # Targets in new units; batch["value"] keeps the actors' units, as in Sample Factory
     agent.returns.update(batch["target"][batch["valid"].bool()])
     batch["target"] = ((batch["target"] - agent.returns.mean) / agent.returns.std).clamp(-5, 5)
     batch["obs"] = batch["obs"][:-1]  # without the one that bootstraps
@@ -528,7 +530,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         check_envs(envs, obs, N, gym.vector.AutoresetMode.NEXT_STEP, min_size=36)
         groups.append(Group(envs, obs, stream_seed(args.seed, f"{stream} actions {g}"), device))
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # on all ranks: equal weights
     agent = Agent(obs.shape[1:], envs.single_action_space.n, args).to(device)
     agent.version = 0  # SGD steps of this process; the actors' copies carry it
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
@@ -542,7 +544,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     ahead = 0 if args.sync else args.num_batches_to_accumulate
     num_rollouts = (args.total_timesteps - step) // batch_size * (M // N)
     actors = Actors(groups, agent)
-    datasets = actors.datasets(T, M // N, ahead, num_rollouts)
+    alone = 2 if args.compile else 0  # the second SGD step records CUDA graphs
+    datasets = actors.datasets(T, M // N, ahead, num_rollouts, alone)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 
@@ -562,12 +565,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             valid = batch["valid"].bool()
             received = time.perf_counter()
 
-            # Advantages. Statistics of frames change first, as in Sample Factory, so that even with
+            # Advantages. The statistics of frames change first, as in Sample Factory: even with
             # --sync the first ratios are not exactly 1
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             with torch.no_grad():
                 _, last_value = agent(batch["obs"][T])
-            # By the newest statistics, not those of acting; as there
+            # All values by the learner's statistics, also those that actors had by older ones
             values = torch.cat([batch["value"], last_value[None]]).clamp(-5, 5)
             values = (values * agent.returns.std + agent.returns.mean).cpu()  # in units of return
             ends = batch["terminated"], batch["done"]
@@ -625,7 +628,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # If `learn` was stopped, the weights include SGD steps on a rollout that does not count
+        # If `learn` was stopped, the weights include SGD steps on data that does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -672,8 +675,6 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
-    if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vectors put their environments' info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -829,7 +830,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
+        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -892,7 +893,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others end at once; if it waits for them it cannot save
+    if RANK == 0:  # the others end at once; if rank 0 waits for one then, it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

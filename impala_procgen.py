@@ -166,9 +166,9 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         done = terminated | truncated
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
-            first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for frame in self.frames:  # safe: each step's array is new, and `stacked` copies
-                frame[done] = first
+            first, _ = self.envs.reset(np.flatnonzero(done))  # row i: of the i-th that is done
+            for old in self.frames:  # safe: each step's array is new, and `stacked` copies
+                old[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
@@ -349,16 +349,17 @@ class Actors:
         """Actors use this copy from their next step on. It never changes, so it needs no lock."""
         self.agent = copy.deepcopy(agent).requires_grad_(False)
 
-    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
+    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
-        Rollouts start in next() only: with ahead = 0 nobody plays while the learner learns.
+        Rollouts are queued in next() only: with ahead = 0 nobody plays while the learner learns,
+        nor while it learns from the first `alone` datasets.
         """
         groups = itertools.cycle(self.groups)
-        rollouts = []  # started and not yet yielded
+        rollouts = []  # queued, playing or finished
+        # rollouts_left: not yet yielded, queued or not
         for number, rollouts_left in enumerate(range(num_rollouts, 0, -size)):
-            # At first nobody plays ahead: learning may record CUDA graphs
-            most = size if number < 2 else (ahead + 1) * size
+            most = size if number < alone else (ahead + 1) * size
             while len(rollouts) < min(most, rollouts_left):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
@@ -492,7 +493,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
         check_envs(envs, obs, N, gym.vector.AutoresetMode.SAME_STEP, min_size=8)
         groups.append(Group(envs, obs, stream_seed(args.seed, f"{stream} actions {g}"), device))
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # on all ranks: equal weights
     agent = Agent(obs.shape[1:], envs.single_action_space.n, args).to(device)
     agent.version = 0  # SGD steps of this process; the actors' copies carry it
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
@@ -509,7 +510,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     size = args.minibatch_size // (T * N)  # rollouts per batch
     actors = Actors(groups, agent)
     num_rollouts = (args.total_timesteps - step) // batch_size * size
-    datasets = actors.datasets(T, size, ahead, num_rollouts)
+    alone = 2 if args.compile else 0  # the second SGD step records CUDA graphs
+    datasets = actors.datasets(T, size, ahead, num_rollouts, alone)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 
@@ -579,7 +581,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # If `learn` was stopped, the weights include SGD steps on a rollout that does not count
+        # If `learn` was stopped, the weights include SGD steps on data that does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -786,7 +788,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
+        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -849,7 +851,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others end at once; if it waits for them it cannot save
+    if RANK == 0:  # the others end at once; if rank 0 waits for one then, it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

@@ -426,7 +426,7 @@ def learn(agent, rnd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     predictor_share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     updates = []  # the means of each SGD step
 
-    @compiled(args)  # once: PyTorch caches by code
+    @compiled(args)  # defined in each iteration, but compiled once
     def policy_loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
@@ -471,7 +471,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     num_actions = envs.single_action_space.n
     newest = slice(-args.frame_channels, None)  # channels of the newest frame
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # on all ranks: equal weights
     agent = Agent(obs.shape[1:], num_actions, args).to(device)
     rnd = RND(obs[0, newest].shape, args).to(device)
     parameters = [*agent.parameters(), *rnd.predictor.parameters()]
@@ -502,7 +502,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     dones = torch.zeros(T, N)
     no_ends = torch.zeros(T, N)  # the intrinsic return runs through the ends of episodes
 
-    # On a GPU pinned memory, from which a copy does not wait; `action.cpu()` waits for both
+    # On a GPU pinned memory, from which copies do not wait. `action.cpu()` waits for the copy, too
     staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     policy = compiled(args)(act)
     run = Run(args, saved, device)
@@ -620,7 +620,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # If `learn` was stopped, the weights include SGD steps on a rollout that does not count
+        # If `learn` was stopped, the weights include SGD steps on data that does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -666,8 +666,6 @@ def play(agent, envs, per_env: int, seed: int) -> list[tuple]:
 
 def ended_episodes(info: dict) -> list[tuple]:
     """(environment, return, length) of each episode that a step's info reports as ended."""
-    if "episode" not in info:
-        info = info.get("final_info", {})  # where same-step vectors put their environments' info
     if "episode" not in info:
         return []
     if "_episode" not in info:
@@ -823,7 +821,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
+        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -886,7 +884,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others end at once; if it waits for them it cannot save
+    if RANK == 0:  # the others end at once; if rank 0 waits for one then, it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

@@ -173,9 +173,9 @@ class ProcgenEnvs(gym.vector.VectorEnv):
         done = terminated | truncated
         if done.any():
             # Start the next episodes now; EnvPool would spend their next step on it
-            first, _ = self.envs.reset(np.flatnonzero(done))  # in the order of these numbers
-            for frame in self.frames:  # safe: each step's array is new, and `stacked` copies
-                frame[done] = first
+            first, _ = self.envs.reset(np.flatnonzero(done))  # row i: of the i-th that is done
+            for old in self.frames:  # safe: each step's array is new, and `stacked` copies
+                old[done] = first
         return self.stacked(), reward, terminated, truncated, {}
 
     def close_extras(self, **kwargs):
@@ -407,7 +407,7 @@ def learn(agent, optimizer, batch: dict, kl_coef, ent_coef, args: Args) -> dict:
     num_minibatches = len(batch["obs"]) // args.minibatch_size
     updates = []  # the means of each SGD step
 
-    @compiled(args)  # once: PyTorch caches by code
+    @compiled(args)  # defined in each iteration, but compiled once
     def loss(rows):
         return ppo_loss(agent, rows, kl_coef, ent_coef, args)
 
@@ -449,7 +449,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     check_envs(envs, obs, N, gym.vector.AutoresetMode.SAME_STEP, min_size=8)
     num_actions = envs.single_action_space.n
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # on all ranks: equal weights
     agent = Agent(obs.shape[1:], num_actions, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     normalizer = RewardNormalizer(args.norm_reward, N)
@@ -473,7 +473,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     dones = torch.zeros(T, N)
 
-    # On a GPU pinned memory, from which a copy does not wait; `action.cpu()` waits for both
+    # On a GPU pinned memory, from which copies do not wait. `action.cpu()` waits for the copy, too
     staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     policy = compiled(args)(act)
     run = Run(args, saved, device)
@@ -574,7 +574,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # If `learn` was stopped, the weights include SGD steps on a rollout that does not count
+        # If `learn` was stopped, the weights include SGD steps on data that does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -780,7 +780,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; it stays open
+        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -845,7 +845,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others end at once; if it waits for them it cannot save
+    if RANK == 0:  # the others end at once; if rank 0 waits for one then, it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())
