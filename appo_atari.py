@@ -483,7 +483,7 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -
     width = args.minibatch_size // args.num_steps  # trajectories per minibatch
     updates = []  # the means of each SGD step
 
-    @compiled(args)  # defined in each iteration, but compiled once
+    @compiled(args)  # compiled once: PyTorch caches by code
     def loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
@@ -585,17 +585,15 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             ent_coef = torch.tensor(schedule(step, args.ent_coef), device=device)
             optimizer.param_groups[0]["lr"] = lr
             means = learn(agent, optimizer, actors, batch, ent_coef, args)
-            step += batch_size
-            iteration += 1
             run.bar.update(batch_size)
             learned = time.perf_counter()
 
-            # Losses are means over ranks; the rest is rank 0's
+            # Means of SGD steps are also means over ranks; the rest is rank 0's
             returns = [episode[1] for rollout in episodes for episode in rollout]
             lengths = [episode[2] for rollout in episodes for episode in rollout]
             metrics = {
-                "step": step,
-                "iteration": iteration,
+                "step": step + batch_size,
+                "iteration": iteration + 1,
                 "episode/return": np.mean(returns) if returns else None,
                 "episode/length": np.mean(lengths) if returns else None,
                 "episode/count": len(returns),
@@ -611,9 +609,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }
-            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            # At or just past a multiple of eval_every
+            due = args.eval_every and metrics["step"] % args.eval_every < batch_size
             if RANK == 0 and args.eval_episodes and due:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
+            step += batch_size
+            iteration += 1
             run.log(metrics)
             recent = [*recent, *returns][-100:]
             if len(recent) == 100 and np.mean(recent) > best:
@@ -628,7 +629,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # If `learn` was stopped, the weights include SGD steps on data that does not count
+        # After `learn` is stopped, weights are partly updated by data that `step` does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -893,7 +894,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others end at once; if rank 0 waits for one then, it cannot save
+    if RANK == 0:  # a signal ends the other ranks; if rank 0 waits for one, it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

@@ -464,7 +464,7 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     updates = []  # the means of each SGD step
 
-    @compiled(args)  # defined in each iteration, but compiled once
+    @compiled(args)  # compiled once: PyTorch caches by code
     def policy_loss(rows):
         return ppo_loss(agent, rows, ent_coef, args)
 
@@ -533,7 +533,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
 
-    # On a GPU pinned memory, from which copies do not wait. `action.cpu()` waits for the copy, too
+    # Pinned on a GPU: copies do not wait. Safe to write again, since `action.cpu()` waits for them
     staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     policy = compiled(args)(act)
     run = Run(args, saved, device)
@@ -599,16 +599,14 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             ent_coef = torch.tensor(schedule(step, args.ent_coef), device=device)
             optimizer.param_groups[0]["lr"] = lr
             means = learn(agent, snd, optimizer, batch, ent_coef, args)
-            step += batch_size
-            iteration += 1
             learned = time.perf_counter()
 
-            # Losses are means over ranks; the rest is rank 0's
+            # Means of SGD steps are also means over ranks; the rest is rank 0's
             returns = [episode[1] for episode in episodes]
             lengths = [episode[2] for episode in episodes]
             metrics = {
-                "step": step,
-                "iteration": iteration,
+                "step": step + batch_size,
+                "iteration": iteration + 1,
                 "episode/return": np.mean(returns) if episodes else None,
                 "episode/length": np.mean(lengths) if episodes else None,
                 "episode/count": len(episodes),
@@ -624,9 +622,12 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/policy_s": acted - start - env_s,
                 "time/learn_s": learned - acted,
             }
-            due = args.eval_every and step % args.eval_every < batch_size  # a multiple is passed
+            # At or just past a multiple of eval_every
+            due = args.eval_every and metrics["step"] % args.eval_every < batch_size
             if RANK == 0 and args.eval_episodes and due:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
+            step += batch_size
+            iteration += 1
             run.log(metrics)
             recent = [*recent, *returns][-100:]
             if len(recent) == 100 and np.mean(recent) > best:
@@ -642,7 +643,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # If `learn` was stopped, the weights include SGD steps on data that does not count
+        # After `learn` is stopped, weights are partly updated by data that `step` does not count
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -906,7 +907,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # the others end at once; if rank 0 waits for one then, it cannot save
+    if RANK == 0:  # a signal ends the other ranks; if rank 0 waits for one, it cannot save
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

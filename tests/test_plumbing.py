@@ -282,6 +282,15 @@ def test_best_and_timed_checkpoints(script, monkeypatch):
 
 
 @each_script
+def test_an_interrupted_evaluation_leaves_no_hole(script, monkeypatch):
+    """Its iteration does not count, so that the resumed run writes its row."""
+    monkeypatch.setattr(script.module, "evaluate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        script.train(script.fake(), 3, eval_episodes=2, eval_every=2 * ITERATION)
+    assert [row["step"] for row in rows(script.folder)] == ["64"] and load(script.folder)["step"] == 64
+
+
+@each_script
 def test_resume_continues_the_learner(script, monkeypatch):
     """It begins with what was saved, weights, moments, statistics, counters, flags; its episodes are others."""
     names, seed = [], script.module.stream_seed
