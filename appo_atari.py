@@ -127,7 +127,7 @@ class Args:
         if self.num_envs % self.num_groups:
             raise ValueError(f"--num-groups {self.num_groups}: a divisor of {self.num_envs}")
         if self.minibatch_size % T or rows % (N * T):
-            raise ValueError(f"--minibatch-size: a multiple of {T}, all --num-minibatches of {N * T}")
+            raise ValueError(f"--minibatch-size: a multiple of {T}, x --num-minibatches: {N * T}")
         if self.total_timesteps < rows * WORLD:
             raise ValueError(f"--total-timesteps {self.total_timesteps}: at least {rows * WORLD}")
 
