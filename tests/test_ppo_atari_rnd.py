@@ -184,6 +184,20 @@ def assert_updates_equal_reference(script, tmp_path, monkeypatch, changes):
     conftest.assert_learned(networks, r, saved["rnd"])
 
 
+def test_a_minibatch_of_which_no_row_is_drawn():
+    """Its gradient is 0, not None: Adam and several ranks need one."""
+    rnd = ppo_atari_rnd.RND((1, 44, 44), Args(rnd_features=8))
+
+    def loss(rows):
+        errors = rnd.error(rows["frame"], rows["feature"])
+        return errors, {"loss/predictor": errors}
+
+    minibatch = {"frame": torch.zeros(0, 1, 44, 44, dtype=torch.uint8), "feature": torch.zeros(0, 8)}
+    for micro_batch in (0, 3):
+        assert ppo_atari_rnd.gradient(rnd.predictor, loss, minibatch, micro_batch)["loss/predictor"] == 0
+        assert not any(weight.grad.any() for weight in rnd.predictor.parameters())
+
+
 def test_a_clip_of_0_is_off():
     rows = dict(obs=None, action=torch.zeros(2, dtype=torch.int64), logp=torch.full((2,), -np.log(12.0)))
     rows |= dict(advantage=torch.tensor([1.0, -1.0]), target=torch.zeros(2, 2))
