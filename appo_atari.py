@@ -31,6 +31,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import datetime, timedelta
 from importlib.metadata import version
@@ -288,6 +289,14 @@ def sample(logits, generator=None):
     return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
+@torch.no_grad()
+def act(agent, obs, noise):
+    """uint8 (N, C, H, W), exponential noise (N, A) -> actions, log pi(a), values, each (N,)."""
+    logits, value = agent(obs)
+    action = (logits - noise.log()).argmax(-1)  # as `sample` does
+    return action, logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1), value
+
+
 def gae(reward, value, terminated, done, gamma: float, lam: float):
     """Generalized advantage estimation (Schulman et al. 2016, eq. 16) -> advantages (T, N).
 
@@ -360,36 +369,46 @@ class Group:
 
     def __init__(self, envs, obs, seed: int, device: torch.device):
         self.envs = envs
-        self.obs = obs  # what the next actions are chosen from
+        # What the next actions are chosen from; pinned on a GPU, so that copies do not wait
+        self.obs = torch.tensor(obs, pin_memory=device.type == "cuda")
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
+        self.noise = torch.empty(envs.num_envs, envs.single_action_space.n, device=device)
         self.thread = ThreadPool(1)  # a daemon: a step that hangs lets Python exit
 
 
 class Actors:
-    """Groups of environments that play rollouts, each step by the newest published agent."""
+    """Groups of environments that play rollouts, each step by the newest published weights."""
 
-    def __init__(self, groups: list[Group], agent):
+    def __init__(self, groups: list[Group], agent, policy):
         self.groups = groups
+        self.agent = copy.deepcopy(agent).requires_grad_(False)
+        self.policy = policy  # `act`, perhaps compiled
+        self.lock = threading.Lock()  # held while the agent acts or gets new weights
         self.stopped = False
-        self.publish(agent)
+        self.published = torch.cuda.Event() if groups[0].noise.is_cuda else None
 
     def publish(self, agent):
-        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
-        self.agent = copy.deepcopy(agent).requires_grad_(False)
+        """Actors use these weights from their next step on."""
+        old, new = self.agent.state_dict(), agent.state_dict()
+        with self.lock:
+            torch._foreach_copy_(list(old.values()), list(new.values()))  # one operation
+            self.agent.version = agent.version
+        if self.published:  # a GPU gets one SGD step at a time, or actors would queue behind many
+            self.published.synchronize()
+            self.published.record()
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
         Rollouts are queued in next() only: with ahead = 0 nobody plays while the learner learns,
-        nor while it learns from the first `alone` datasets.
+        nor while it learns from the first `alone` datasets, when CUDA graphs are recorded.
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # queued, playing or finished
-        # rollouts_left: not yet yielded, queued or not
-        for number, rollouts_left in enumerate(range(num_rollouts, 0, -size)):
+        for number, not_yielded in enumerate(range(num_rollouts, 0, -size)):
             most = size if number < alone else (ahead + 1) * size
-            while len(rollouts) < min(most, rollouts_left):
+            while len(rollouts) < min(most, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
@@ -402,7 +421,6 @@ class Actors:
             group.thread.terminate()
 
 
-@torch.no_grad()
 def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
     """T steps of a group -> columns (T, N), ended episodes, seconds of environments and policy.
 
@@ -410,34 +428,40 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
     terminated_{t+1}, done_{t+1}); then obs_T. The row after an end is not valid: its action is
     ignored. Its observation, the episode's last, bootstraps after a truncation.
     """
-    device = next(actors.agent.parameters()).device
     start, env_s = time.perf_counter(), 0.0
-    obs = [torch.tensor(group.obs, device=device)]
-    rows, episodes = [], []
-    for _ in range(T):
+    N, device = group.envs.num_envs, group.noise.device
+    columns = {
+        "obs": torch.empty(T + 1, *group.obs.shape, dtype=torch.uint8, device=device),
+        "action": torch.empty(T, N, dtype=torch.int64, device=device),
+        "logp": torch.empty(T, N, device=device),
+        "value": torch.empty(T, N, device=device),  # normalized
+    }
+    host = {name: np.empty((T, N)) for name in ("version", "valid", "reward", "terminated", "done")}
+    episodes = []
+    for t in range(T):
         if actors.stopped:
             return None  # nobody reads it
-        agent = actors.agent  # the newest one, kept for the whole step
-        logits, value = agent(obs[-1])
-        action = sample(logits, group.generator)
-        row = {
-            "action": action,
-            "logp": logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1),
-            "value": value,  # normalized
-            "version": torch.full((len(action),), float(agent.version)),
-            "valid": torch.tensor(~group.done).float(),
-        }
+        columns["obs"][t].copy_(group.obs, non_blocking=True)
+        group.noise.exponential_(generator=group.generator)
+        with actors.lock:
+            action, logp, value = actors.policy(actors.agent, columns["obs"][t], group.noise)
+            host["version"][t] = actors.agent.version
+        columns["action"][t] = action
+        columns["logp"][t] = logp
+        columns["value"][t] = value
+        host["valid"][t] = ~group.done
         action = action.cpu().numpy()
         before = time.perf_counter()
-        group.obs, reward, terminated, truncated, info = group.envs.step(action)
+        obs, reward, terminated, truncated, info = group.envs.step(action)
         env_s += time.perf_counter() - before
+        group.obs.copy_(torch.from_numpy(obs))
         group.done = np.logical_or(terminated, truncated)
-        ends = {"reward": reward, "terminated": terminated, "done": group.done}
-        rows.append(row | {name: torch.tensor(x).float() for name, x in ends.items()})
-        obs.append(torch.tensor(group.obs, device=device))
+        host["reward"][t] = reward
+        host["terminated"][t] = terminated
+        host["done"][t] = group.done
         episodes += ended_episodes(info)
-    columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    columns["obs"] = torch.stack(obs)
+    columns["obs"][T].copy_(group.obs, non_blocking=True)
+    columns |= {name: torch.from_numpy(column).float() for name, column in host.items()}
     return columns, episodes, env_s, time.perf_counter() - start - env_s
 
 
@@ -482,27 +506,26 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -
     """
     width = args.minibatch_size // args.num_steps  # trajectories per minibatch
     updates = []  # the means of each SGD step
-
-    @compiled(args)  # compiled once: PyTorch caches by code
-    def loss(rows):
-        return ppo_loss(agent, rows, ent_coef, args)
-
+    # Compiled once: PyTorch caches by a function's code
+    loss = compiled(args)(lambda rows: ppo_loss(agent, rows, ent_coef, args))
     # Targets in new units; batch["value"] keeps the actors' units, as in Sample Factory
     agent.returns.update(batch["target"][batch["valid"].bool()])
     batch["target"] = ((batch["target"] - agent.returns.mean) / agent.returns.std).clamp(-5, 5)
     batch["obs"] = batch["obs"][:-1]  # without the one that bootstraps
-    for _ in range(args.update_epochs):
-        for start in range(0, width * args.num_minibatches, width):  # in a fixed order
-            some = slice(start, start + width)  # trajectories
-            minibatch = {name: column[:, some].flatten(0, 1) for name, column in batch.items()}
-            minibatch["advantage"] = standardize(minibatch["advantage"], minibatch["valid"])
-            means = gradient(agent, loss, minibatch, args.micro_batch, minibatch["valid"])
-            limit = args.max_grad_norm or math.inf  # inf: only measures the norm
-            means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
-            optimizer.step()
-            agent.version += 1
-            actors.publish(agent)
-            updates.append(means)
+    minibatches = []
+    for start in range(0, width * args.num_minibatches, width):
+        some = slice(start, start + width)  # trajectories
+        minibatch = {name: column[:, some].flatten(0, 1) for name, column in batch.items()}
+        minibatch["advantage"] = standardize(minibatch["advantage"], minibatch["valid"])
+        minibatches.append(minibatch)
+    for minibatch in args.update_epochs * minibatches:  # in a fixed order
+        means = gradient(agent, loss, minibatch, args.micro_batch, minibatch["valid"])
+        limit = args.max_grad_norm or math.inf  # inf: only measures the norm
+        means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+        optimizer.step()
+        agent.version += 1
+        actors.publish(agent)
+        updates.append(means)
     return mean_of(updates)
 
 
@@ -543,9 +566,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     run = Run(args, saved, device)
     ahead = 0 if args.sync else args.num_batches_to_accumulate
     num_rollouts = (args.total_timesteps - step) // batch_size * (M // N)
-    actors = Actors(groups, agent)
-    alone = 2 if args.compile else 0  # the second SGD step records CUDA graphs
-    datasets = actors.datasets(T, M // N, ahead, num_rollouts, alone)
+    actors = Actors(groups, agent, compiled(args)(act))
+    datasets = actors.datasets(T, M // N, ahead, num_rollouts, 2 if args.compile else 0)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 
@@ -565,8 +587,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             valid = batch["valid"].bool()
             received = time.perf_counter()
 
-            # Advantages. The statistics of frames change first, as in Sample Factory: even with
-            # --sync the first ratios are not exactly 1
+            # Advantages; statistics first, as in Sample Factory: even the first ratios are not 1
             agent.frames.update(batch["obs"][:T].flatten(0, 1))
             with torch.no_grad():
                 _, last_value = agent(batch["obs"][T])

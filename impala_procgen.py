@@ -32,6 +32,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from datetime import datetime, timedelta
@@ -264,6 +265,14 @@ def sample(logits, generator=None):
     return (logits - noise.log()).argmax(-1)  # -log(exponential noise) is Gumbel noise
 
 
+@torch.no_grad()
+def act(agent, obs, noise):
+    """uint8 (N, C, H, W), exponential noise (N, A) -> actions, log pi(a), each (N,)."""
+    logits, _ = agent(obs)
+    action = (logits - noise.log()).argmax(-1)  # as `sample` does
+    return action, logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1)
+
+
 def vtrace(reward, value, done, rho, gamma: float, lam: float):
     """V-trace (Espeholt et al. 2018, 4.1, 4.2, rho-bar = c-bar = 1) -> vs, rho * advantage: (T, N).
 
@@ -332,35 +341,45 @@ class Group:
 
     def __init__(self, envs, obs, seed: int, device: torch.device):
         self.envs = envs
-        self.obs = obs  # what the next actions are chosen from
+        # What the next actions are chosen from; pinned on a GPU, so that copies do not wait
+        self.obs = torch.tensor(obs, pin_memory=device.type == "cuda")
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
+        self.noise = torch.empty(envs.num_envs, envs.single_action_space.n, device=device)
         self.thread = ThreadPool(1)  # a daemon: a step that hangs lets Python exit
 
 
 class Actors:
-    """Groups of environments that play rollouts, each step by the newest published agent."""
+    """Groups of environments that play rollouts, each step by the newest published weights."""
 
-    def __init__(self, groups: list[Group], agent):
+    def __init__(self, groups: list[Group], agent, policy):
         self.groups = groups
+        self.agent = copy.deepcopy(agent).requires_grad_(False)
+        self.policy = policy  # `act`, perhaps compiled
+        self.lock = threading.Lock()  # held while the agent acts or gets new weights
         self.stopped = False
-        self.publish(agent)
+        self.published = torch.cuda.Event() if groups[0].noise.is_cuda else None
 
     def publish(self, agent):
-        """Actors use this copy from their next step on. It never changes, so it needs no lock."""
-        self.agent = copy.deepcopy(agent).requires_grad_(False)
+        """Actors use these weights from their next step on."""
+        old, new = self.agent.state_dict(), agent.state_dict()
+        with self.lock:
+            torch._foreach_copy_(list(old.values()), list(new.values()))  # one operation
+            self.agent.version = agent.version
+        if self.published:  # a GPU gets one SGD step at a time, or actors would queue behind many
+            self.published.synchronize()
+            self.published.record()
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
         Rollouts are queued in next() only: with ahead = 0 nobody plays while the learner learns,
-        nor while it learns from the first `alone` datasets.
+        nor while it learns from the first `alone` datasets, when CUDA graphs are recorded.
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # queued, playing or finished
-        # rollouts_left: not yet yielded, queued or not
-        for number, rollouts_left in enumerate(range(num_rollouts, 0, -size)):
+        for number, not_yielded in enumerate(range(num_rollouts, 0, -size)):
             most = size if number < alone else (ahead + 1) * size
-            while len(rollouts) < min(most, rollouts_left):
+            while len(rollouts) < min(most, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
             yield [rollouts.pop(0).get() for _ in range(size)]  # raises their exceptions
@@ -373,37 +392,40 @@ class Actors:
             group.thread.terminate()
 
 
-@torch.no_grad()
 def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
     """T steps of a group -> columns (N, T), ended episodes, seconds of environments and policy.
 
     Row t = (obs_t, a_t, log mu(a_t|obs_t), version_t of mu, r_{t+1}, done_{t+1}); then obs_T.
     """
-    device = next(actors.agent.parameters()).device
     start, env_s = time.perf_counter(), 0.0
-    obs = [torch.tensor(group.obs, device=device)]
-    rows, episodes = [], []
-    for _ in range(T):
+    N, device = group.envs.num_envs, group.noise.device
+    columns = {
+        "obs": torch.empty(N, T + 1, *group.obs.shape[1:], dtype=torch.uint8, device=device),
+        "action": torch.empty(N, T, dtype=torch.int64, device=device),
+        "logp": torch.empty(N, T, device=device),
+    }
+    host = {name: np.empty((N, T)) for name in ("version", "reward", "done")}
+    episodes = []
+    for t in range(T):
         if actors.stopped:
             return None  # nobody reads it
-        agent = actors.agent  # the newest one, kept for the whole step
-        logits, _ = agent(obs[-1])
-        action = sample(logits, group.generator)
-        row = {
-            "action": action,
-            "logp": logits.log_softmax(-1).gather(-1, action[:, None]).squeeze(-1),
-            "version": torch.full((len(action),), float(agent.version)),
-        }
+        columns["obs"][:, t].copy_(group.obs, non_blocking=True)
+        group.noise.exponential_(generator=group.generator)
+        with actors.lock:
+            action, logp = actors.policy(actors.agent, columns["obs"][:, t], group.noise)
+            host["version"][:, t] = actors.agent.version
+        columns["action"][:, t] = action
+        columns["logp"][:, t] = logp
         action = action.cpu().numpy()
         before = time.perf_counter()
-        group.obs, reward, terminated, truncated, info = group.envs.step(action)
+        obs, reward, terminated, truncated, info = group.envs.step(action)
         env_s += time.perf_counter() - before
-        ends = {"reward": reward, "done": np.logical_or(terminated, truncated)}
-        rows.append(row | {name: torch.tensor(x).float() for name, x in ends.items()})
-        obs.append(torch.tensor(group.obs, device=device))
+        group.obs.copy_(torch.from_numpy(obs))
+        host["reward"][:, t] = reward
+        host["done"][:, t] = np.logical_or(terminated, truncated)
         episodes += ended_episodes(info)
-    columns = {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
-    columns["obs"] = torch.stack(obs, 1)
+    columns["obs"][:, T].copy_(group.obs, non_blocking=True)
+    columns |= {name: torch.from_numpy(column).float() for name, column in host.items()}
     return columns, episodes, env_s, time.perf_counter() - start - env_s
 
 
@@ -508,10 +530,9 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     run = Run(args, saved, device)
     ahead = 0 if args.sync else args.num_batches_to_accumulate
     size = args.minibatch_size // (T * N)  # rollouts per batch
-    actors = Actors(groups, agent)
+    actors = Actors(groups, agent, compiled(args)(act))
     num_rollouts = (args.total_timesteps - step) // batch_size * size
-    alone = 2 if args.compile else 0  # the second SGD step records CUDA graphs
-    datasets = actors.datasets(T, size, ahead, num_rollouts, alone)
+    datasets = actors.datasets(T, size, ahead, num_rollouts, 2 if args.compile else 0)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 

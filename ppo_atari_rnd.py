@@ -425,10 +425,8 @@ def learn(agent, rnd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     """
     predictor_share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     updates = []  # the means of each SGD step
-
-    @compiled(args)  # compiled once: PyTorch caches by code
-    def policy_loss(rows):
-        return ppo_loss(agent, rows, ent_coef, args)
+    # Compiled once: PyTorch caches by a function's code
+    policy_loss = compiled(args)(lambda rows: ppo_loss(agent, rows, ent_coef, args))
 
     def predictor_loss(rows):
         errors = rnd.error(rows["frame"], rows["feature"])

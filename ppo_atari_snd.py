@@ -463,11 +463,8 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     drawn = torch.randint(len(frames), (args.update_epochs * len(frames),), device=frames.device)
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
     updates = []  # the means of each SGD step
-
-    @compiled(args)  # compiled once: PyTorch caches by code
-    def policy_loss(rows):
-        return ppo_loss(agent, rows, ent_coef, args)
-
+    # Compiled once: PyTorch caches by a function's code
+    policy_loss = compiled(args)(lambda rows: ppo_loss(agent, rows, ent_coef, args))
     for index in drawn.split(args.minibatch_size):
         minibatch = {name: column[index] for name, column in batch.items()}
         means = gradient(agent, policy_loss, minibatch, args.micro_batch, minibatch["valid"])

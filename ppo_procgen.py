@@ -406,11 +406,8 @@ def learn(agent, optimizer, batch: dict, kl_coef, ent_coef, args: Args) -> dict:
     """
     num_minibatches = len(batch["obs"]) // args.minibatch_size
     updates = []  # the means of each SGD step
-
-    @compiled(args)  # compiled once: PyTorch caches by code
-    def loss(rows):
-        return ppo_loss(agent, rows, kl_coef, ent_coef, args)
-
+    # Compiled once: PyTorch caches by a function's code
+    loss = compiled(args)(lambda rows: ppo_loss(agent, rows, kl_coef, ent_coef, args))
     for epoch in range(args.update_epochs):
         if epoch == 0 or args.reshuffle:
             permutation = torch.randperm(len(batch["obs"]), device=batch["obs"].device)

@@ -60,7 +60,7 @@ FLOWS = {
     "impala_procgen": (
         {
             "group": Box(0, 0, "play_rollout", ("a thread per group:", "32 environments, 64 steps")),
-            "actors": Box(0, 1, "actors.agent", ("a copy, never written to;", "newest one at each step")),
+            "actors": Box(0, 1, "actors.agent", ("a copy; each step uses", "the newest weights")),
             "datasets": Box(1, 0, "actors.datasets", ("fragments: obs, action,", "logp, reward, done")),
             "ring": Box(2, 0, "ring", ("the 16 newest batches",)),
             "batches": Box(3, 0, "batches", ("the new one, then", "3 drawn from the ring"), LEARNING),
@@ -157,7 +157,7 @@ FLOWS = {
     "appo_atari": (
         {
             "group": Box(0, 0, "play_rollout", ("a thread per group:", "16 environments, 128 steps")),
-            "actors": Box(0, 1, "actors.agent", ("a copy, never written to;", "newest one at each step")),
+            "actors": Box(0, 1, "actors.agent", ("a copy; each step uses", "the newest weights")),
             "datasets": Box(1, 0, "actors.datasets", ("obs, action, logp, value,", "reward, ends, valid, version")),
             "frames": Box(2, 0, "agent.frames.update", ("statistics of frames",), LEARNING),
             "gae": Box(3, 0, "gae", ("once per dataset; then", "agent.returns.update"), LEARNING),

@@ -1,6 +1,5 @@
 """The actors of IMPALA and APPO beside the learner, and what becomes of them when a run ends."""
 
-import copy
 import threading
 import time
 import types
@@ -83,36 +82,64 @@ def test_a_resumed_run_may_have_other_batches(script):
     assert metrics["step"] == 32 + 64 and metrics["iteration"] == 2
 
 
-@pytest.mark.parametrize("script", ["impala_procgen"], indirect=True)  # one text in both
-def test_a_published_copy_is_never_written_to(script):
-    """An actor in the middle of a step keeps weights of one version, whatever is learned or published meanwhile."""
-    agent = torch.nn.Linear(3, 3)
-    actors = script.module.Actors([], agent)
-    acting, before = actors.agent, agent.weight.detach().clone()
-    torch.nn.init.constant_(agent.weight, 7)
-    actors.publish(agent)
-    assert torch.equal(acting.weight, before) and not acting.weight.requires_grad
-    assert (actors.agent.weight == 7).all()
+def actors_of(script, policy):
+    """Actors of one group of fake environments, and the learner's agent."""
+    envs = script.fake()
+    agent = script.module.Agent(script.shape, 4, script.module.Args())
+    agent.version = 0
+    group = script.module.Group(envs, envs.reset()[0], 0, torch.device("cpu"))
+    return script.module.Actors([group], agent, policy), agent
+
+
+@both
+def test_a_step_has_weights_of_one_version(script):
+    """What is published while an actor acts waits for the end of its forward pass."""
+    publishing = []
+
+    def policy(acting, obs, noise):
+        before = acting.version, acting.policy.weight.clone()
+        agent.version += 1
+        torch.nn.init.constant_(agent.policy.weight, agent.version)
+        publishing.append(threading.Thread(target=actors.publish, args=(agent,)))
+        publishing[-1].start()
+        publishing[-1].join(0.05)
+        assert acting.version == before[0] and torch.equal(acting.policy.weight, before[1])
+        return script.module.act(acting, obs, noise)
+
+    actors, agent = actors_of(script, policy)
+    script.module.play_rollout(actors.groups[0], actors, 2)
+    for thread in publishing:
+        thread.join()
+    assert actors.agent.version == 2 and (actors.agent.policy.weight == 2).all()
+    assert not actors.agent.policy.weight.requires_grad and agent.policy.weight.requires_grad
 
 
 @both
 def test_a_step_takes_the_newest_agent(script):
-    """Also in the middle of a rollout: here a new one is published in every environment step."""
-    envs = script.fake()
-    agent = script.module.Agent(script.shape, 4, script.module.Args())
-    agent.version = 0
-    actors = types.SimpleNamespace(agent=agent, stopped=False)
+    """Also in the middle of a rollout: here new weights are published in every environment step."""
+    actors, agent = actors_of(script, script.module.act)
+    envs = actors.groups[0].envs
     step = envs.step
 
     def publishing_step(actions):
-        actors.agent = copy.deepcopy(actors.agent)
-        actors.agent.version += 1
+        agent.version += 1
+        actors.publish(agent)
         return step(actions)
 
     envs.step = publishing_step
-    group = script.module.Group(envs, envs.reset()[0], 0, torch.device("cpu"))
-    columns, *_ = script.module.play_rollout(group, actors, 8)
+    columns, *_ = script.module.play_rollout(actors.groups[0], actors, 8)
     assert sorted(columns["version"].flatten().tolist()) == [step for step in range(8) for _ in range(4)]
+
+
+@both
+def test_a_gpu_gets_one_sgd_step_at_a_time(script):
+    """Actors wait behind what the learner has queued there; it waits for the SGD step before the newest."""
+    actors, agent = actors_of(script, script.module.act)
+    calls = []
+    event = dict(synchronize=lambda: calls.append("wait for the last"), record=lambda: calls.append("new"))
+    actors.published = types.SimpleNamespace(**event)
+    actors.publish(agent)
+    assert calls == ["wait for the last", "new"]
 
 
 @both
@@ -123,7 +150,7 @@ def test_every_sgd_step_is_published(script, monkeypatch):
     no_replay = dict(replay_proportion=0) if script.name == "impala_procgen" else {}
     script.train(script.fake(), update_epochs=3, **no_replay)
     steps = 3 * (2 if script.name == "appo_atari" else 1)  # epochs x minibatches
-    assert published == list(range(steps + 1))
+    assert published == list(range(1, steps + 1))
 
 
 @both
