@@ -369,7 +369,7 @@ class Group:
 
     def __init__(self, envs, obs, seed: int, device: torch.device):
         self.envs = envs
-        # What the next actions are chosen from; pinned on a GPU, so that copies do not wait
+        # What the next actions are chosen from; page-locked, so that copies to a GPU do not wait
         self.obs = torch.tensor(obs, pin_memory=device.type == "cuda")
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
@@ -650,7 +650,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # After `learn` is stopped, weights are partly updated by data that `step` does not count
+        # An unfinished iteration does not count, but the SGD steps that it made are kept
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -852,7 +852,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
+        os.replace(self.file.name, path)  # renamed while open: later rows go to metrics.csv
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -915,7 +915,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # a signal ends the other ranks; if rank 0 waits for one, it cannot save
+    if RANK == 0:  # it saves; other ranks just end
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

@@ -484,10 +484,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     torch.manual_seed(stream_seed(args.seed, stream))  # actions and the predictor's rows
 
     # Row t = (obs_t, valid_t, a_t, log pi(a_t|obs_t), V(obs_t), r_{t+1}, terminated_{t+1},
-    # done_{t+1}); for the predictor the newest frame of obs_{t+1}. If step t ends an episode, row
-    # t + 1 has its last observation and is not valid: the action is ignored. The predictor trains
-    # on that row's frame, too, the next episode's first, or it would stay novel and reward dying.
-    # The intrinsic return runs through the row; its V_int is not trained and weighs 1 - lambda.
+    # done_{t+1}); for the predictor the newest frame of obs_{t+1}. If step t ends an episode, the
+    # next row is not valid: obs_{t+1} is the episode's last observation, a_{t+1} is ignored, and
+    # obs_{t+2} starts the next episode. Only the predictor trains on that row, or first frames
+    # would stay novel and reward dying. Intrinsic returns run through it.
     rollout = {
         "obs": torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device),
         "valid": torch.zeros(T, N, device=device),
@@ -500,7 +500,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     dones = torch.zeros(T, N)
     no_ends = torch.zeros(T, N)  # the intrinsic return runs through the ends of episodes
 
-    # Pinned on a GPU: copies do not wait. Safe to write again, since `action.cpu()` waits for them
+    # Page-locked for a GPU: copies from it run in the background. They have ended when
+    # `action.cpu()` returns, so the next observation can be written to it
     staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     policy = compiled(args)(act)
     run = Run(args, saved, device)
@@ -619,7 +620,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # After `learn` is stopped, weights are partly updated by data that `step` does not count
+        # An unfinished iteration does not count, but the SGD steps that it made are kept
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -820,7 +821,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
+        os.replace(self.file.name, path)  # renamed while open: later rows go to metrics.csv
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -883,7 +884,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # a signal ends the other ranks; if rank 0 waits for one, it cannot save
+    if RANK == 0:  # it saves; other ranks just end
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

@@ -530,7 +530,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
 
-    # Pinned on a GPU: copies do not wait. Safe to write again, since `action.cpu()` waits for them
+    # Page-locked for a GPU: copies from it run in the background. They have ended when
+    # `action.cpu()` returns, so the next observation can be written to it
     staged = torch.zeros(obs.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
     policy = compiled(args)(act)
     run = Run(args, saved, device)
@@ -640,7 +641,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # After `learn` is stopped, weights are partly updated by data that `step` does not count
+        # An unfinished iteration does not count, but the SGD steps that it made are kept
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -841,7 +842,7 @@ class Run:
         self.table.writeheader()
         self.table.writerows(row for row in old if int(row["step"]) <= self.step)
         self.file.flush()
-        os.replace(self.file.name, path)  # a complete file, old or new; later rows follow
+        os.replace(self.file.name, path)  # renamed while open: later rows go to metrics.csv
 
     def save(self, name: str, parts: dict, **counters):
         """Write a checkpoint; raise FloatingPointError if a weight or statistic is not finite."""
@@ -904,7 +905,7 @@ def main(argv=None, make_envs=make_envs) -> int:
 
 
 if __name__ == "__main__":
-    if RANK == 0:  # a signal ends the other ranks; if rank 0 waits for one, it cannot save
+    if RANK == 0:  # it saves; other ranks just end
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

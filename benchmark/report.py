@@ -268,13 +268,13 @@ def openai_rows(rows: list[Row]) -> list[Row]:
     return [row for row in found if row.job.suite in ("two_cores", "procgen16_1m")]
 
 
-def sixteen(rows: list[Row]) -> pd.DataFrame:
-    """game, who (OpenAI, ours), run, step, score, R_min, R_max, normalized: the Procgen games that we have runs of."""
+def sixteen(groups: dict[str, list[Row]]) -> pd.DataFrame:
+    """game, who (OpenAI or a group), run, step, score, R_min, R_max, normalized: the games of the group "ours"."""
     theirs = pd.read_csv(REFERENCE / "procgen16_1m.csv").rename(columns={"env": "game"})
     tables = [theirs.melt(["game", "step"], var_name="run", value_name="score").assign(who="OpenAI")]
-    for row in openai_rows(rows):
+    for who, row in ((who, row) for who, rows in groups.items() for row in rows):
         for seed, curve in row.curves.items():
-            tables.append(running_mean(curve).assign(game=row.job.game, run=f"seed{seed}", who="ours"))
+            tables.append(running_mean(curve).assign(game=row.job.game, run=f"seed{seed}", who=who))
     found = pd.concat(tables)
     found = found[found["game"].isin(found.loc[found["who"] == "ours", "game"])]
     limits = reference().query("series in ('R_min', 'R_max')").pivot(index="game", columns="series", values="score")
@@ -282,10 +282,10 @@ def sixteen(rows: list[Row]) -> pd.DataFrame:
     return found.assign(normalized=(found["score"] - found["R_min"]) / (found["R_max"] - found["R_min"]))
 
 
-def means_after(share: float, found: pd.DataFrame, column: str) -> dict:
-    """who -> game -> the mean of each run after this share of 1M steps."""
-    means = found[found["step"] > share * ONE_MILLION].groupby(["who", "game", "run"])[column].mean()
-    return {who: {game: means[who, game].to_numpy() for game in means[who].index.unique(0)} for who in WHO}
+def means_after(share: float, found: pd.DataFrame) -> dict:
+    """who -> a list of games, each with the normalized means of its runs after this share of 1M steps."""
+    means = found[found["step"] > share * ONE_MILLION].groupby(["who", "game", "run"])["normalized"].mean()
+    return {who: [runs.to_numpy() for _, runs in means[who].groupby("game")] for who in WHO}
 
 
 def interquartile_mean(*games, axis=-1):
@@ -304,29 +304,52 @@ def interval(games: list):
     return scipy.stats.bootstrap(games, interquartile_mean, **options).confidence_interval
 
 
+def welch(theirs: list, ours: list) -> tuple[float, float]:
+    """Welch's t test of the mean over games: the std of OpenAI's mean of one run per game, and p.
+
+    theirs, ours: each game's runs. A game's variance is that of OpenAI's runs, for both.
+    """
+    variances = np.array([runs.var(ddof=1) for runs in theirs])
+    freedom = np.array([len(runs) - 1 for runs in theirs])
+    parts = variances * [1 / len(a) + 1 / len(b) for a, b in zip(theirs, ours, strict=True)]
+    difference = np.sum([b.mean() - a.mean() for a, b in zip(theirs, ours, strict=True)])
+    t = difference / parts.sum() ** 0.5
+    p = 2 * scipy.stats.t.sf(abs(t), parts.sum() ** 2 / (parts**2 / freedom).sum())
+    return variances.sum() ** 0.5 / len(theirs), p
+
+
 def sixteen_table(rows: list[Row]) -> list[str]:
-    """Ours and OpenAI's at the end of 1M steps, z-scores, normalized returns: means of `running_mean` over updates."""
-    lines, found = [], sixteen(rows)
-    for game, runs in means_after(0.9, found, "score")["ours"].items():
-        point = points_of(game, "all_levels_PPO").set_index("step").loc[ONE_MILLION]
-        theirs, deviation = point["last_tenth"], point["stderr"] * 3**0.5  # of OpenAI's three runs
-        ours = ", ".join(f"{score:.2f}" for score in runs)
-        z = f"{(runs.mean() - theirs) / deviation:+.1f}"
-        lines.append([game, str(len(runs)), ours, f"{theirs:.2f} ({deviation:.2f})", z])
-    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
-        theirs, ours = (list(means_after(share, found, "normalized")[who].values()) for who in WHO)
+    """Normalized returns of all games in 1M steps, with a test: means of `running_mean` over updates."""
+    lines, found = [], sixteen(dict(ours=openai_rows(rows)))
+    for title, share in (("updates 11 to 61", 10.5 / 61), ("last tenth", 0.9), ("all updates", 0.0)):
+        theirs, ours = means_after(share, found).values()
         means = [np.mean([runs.mean() for runs in each]) for each in (theirs, ours)]
-        # The std of one such mean follows from those of the games, which are independent.
-        deviation = np.sum([runs.var(ddof=1) for runs in theirs]) ** 0.5 / len(theirs)
-        cells = [f"{means[1]:.3f}", f"{means[0]:.3f} ({deviation:.3f})", f"{(means[1] - means[0]) / deviation:+.1f}"]
-        lines.append([f"**mean normalized return of {len(theirs)} games, {title}**", "", *cells])
+        deviation, p = welch(theirs, ours)
+        cells = [f"{means[1]:.3f}", f"{means[0]:.3f} ({deviation:.3f})", f"{p:.2f}"]
+        lines.append([f"mean of {len(theirs)} games, {title}", *cells])
+    for title, share in (("last tenth", 0.9), ("all updates", 0.0)):
         cells = []
-        for each in (ours, theirs):
-            limits = interval(each)
+        for runs in reversed(means_after(share, found).values()):
+            limits = interval(runs)
             bounds = f" [{limits.low:.3f}, {limits.high:.3f}]" if limits else ""
-            cells.append(f"{interquartile_mean(*each):.3f}{bounds}")
-        lines.append([f"**interquartile mean, {title}**", "", *cells, ""])
-    return markdown("game | seeds | ours | OpenAI's PPO (std of 3 runs) | z", lines)
+            cells.append(f"{interquartile_mean(*runs):.3f}{bounds}")
+        lines.append([f"interquartile mean, {title}", *cells, ""])
+    return markdown("normalized return of all games | ours | OpenAI's PPO | p", lines)
+
+
+def epsilon_table(rows: list[Row]) -> list[str]:
+    """Normalized return of updates 11 to 40 in OpenAI's setting: other seeds, and Adam's epsilon as in TensorFlow."""
+    more = [row for row in rows if row.job.suite == "adam_eps"]
+    groups = dict(ours=openai_rows(rows))
+    groups |= {
+        script: [row for row in more if row.job.script == script] for script in ("ppo_procgen", "procgen_tf_adam")
+    }
+    found = sixteen(groups).query("170_000 < step < 660_000")
+    means = found.groupby(["who", "game", "run"])["normalized"].mean()
+    texts = means.map("{:.3f}".format).groupby(["who", "game"]).agg(", ".join).unstack("who", fill_value="")
+    texts = texts.reindex(columns=["OpenAI", *groups], fill_value="")
+    lines = [[game, *cells] for game, *cells in texts[texts["ppo_procgen"] != ""].itertuples()]
+    return markdown("game | OpenAI's runs | seed 1 | other seeds | other seeds, TensorFlow's epsilon", lines)
 
 
 def speeds() -> list[dict]:
@@ -365,7 +388,7 @@ PER_FILE = {  # the tables between marks, by file
     "benchmark/README.md": {},
     "docs/performance.md": dict(speed=speed_table),
     "docs/metrics.md": {},
-    "docs/ppo_procgen.md": dict(procgen16=sixteen_table),
+    "docs/ppo_procgen.md": dict(procgen16=sixteen_table, adam_eps=epsilon_table),
     "docs/ppo_atari_rnd.md": {},
     "docs/ppo_atari_snd.md": {},
     **{f"docs/{name}.md": dict(results=partial(results_of, name)) for name in ("impala_procgen", "appo_atari")},
@@ -403,7 +426,7 @@ def draw_sixteen(rows: list[Row]):
     """All Procgen games in OpenAI's setting, our runs and OpenAI's three, and the interquartile mean of all."""
     figure = pyplot.figure(figsize=(8.4, 9), layout="constrained")
     panels = figure.subplot_mosaic([*np.arange(16).reshape(4, 4).tolist(), ["all"] * 4], sharex=True)
-    found = sixteen(rows)
+    found = sixteen(dict(ours=openai_rows(rows)))
     for panel, (game, part) in zip(panels.values(), found.groupby("game"), strict=False):
         for (who, _), run in part.groupby(["who", "run"]):
             color, width = ("C0", 1.2) if who == "ours" else ("0.6", 0.8)

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import report
 import run
+import scipy.stats
 
 from conftest import ROOT
 
@@ -57,18 +58,21 @@ def test_folder_of_results(tmp_path, capsys):
 
 
 def test_sixteen_games(tmp_path):
-    """z and normalized returns by hand: of means of 100 episodes, over the updates of the last tenth, of each run."""
+    """Returns, their test and interquartile means by hand: of means of 100 episodes, over updates, of each run."""
     # At 916,000 the last 100 episodes have a mean of 0.6 * 6 + 0.4 * 11 = 8.
     curve = ((890_000, 11.0, 40), (916_000, 6.0, 60), (999_424, 8.4, 100))
     write(tmp_path, "ppo_procgen-openai/starpilot/seed1", 1.0, "two_cores", 999_424, curve=curve)
     write(tmp_path, "ppo_procgen-openai/starpilot/seed2", 1.0, "two_cores", 999_424, curve=((999_424, 7.8, 3),))
     write(tmp_path, "ppo_procgen-openai/coinrun/seed1", 1.0, "procgen16_1m", 999_424, curve=((999_424, 7.5, 3),))
     text = "\n".join(report.sixteen_table(report.read_rows(tmp_path)))
-    z = (8.0 - 8.0605) / (0.2260 * 3**0.5)
-    assert rows(text, "starpilot") == [["starpilot", "2", "8.20, 7.80", "8.06 (0.39)", f"{z:+.1f}"]]
     logs = pd.read_csv(report.REFERENCE / "procgen16_1m.csv")
     # The means of 100 episodes at the three steps are 11, 8 and 8.4.
-    for part, first, starpilot in (("last tenth", 900_000, 8.0), ("all updates", 0, (27.4 / 3 + 7.8) / 2)):
+    of_all = (27.4 / 3 + 7.8) / 2
+    for part, first, starpilot in (
+        ("updates 11 to 61", 170_000, of_all),
+        ("last tenth", 900_000, 8.0),
+        ("all updates", 0, of_all),
+    ):
         runs = {}
         for game, low, high in (("starpilot", 2.5, 64), ("coinrun", 5, 10)):
             part_of_log = logs[(logs["env"] == game) & (logs["step"] > first)]
@@ -76,11 +80,27 @@ def test_sixteen_games(tmp_path):
         ours = ((starpilot - 2.5) / 61.5 + (7.5 - 5) / 5) / 2
         theirs = np.mean(list(runs.values()))
         spread = np.sqrt(np.var(runs["starpilot"], ddof=1) + np.var(runs["coinrun"], ddof=1)) / 2
-        (row,) = rows(text, f"**mean normalized return of 2 games, {part}")
-        assert row[2:] == [f"{ours:.3f}", f"{theirs:.3f} ({spread:.3f})", f"{(ours - theirs) / spread:+.1f}"]
-        (row,) = rows(text, f"**interquartile mean, {part}")
+        (row,) = rows(text, f"mean of 2 games, {part}")
+        # Ours are two runs on starpilot, one on coinrun, OpenAI's three with two degrees of freedom each
+        parts = [np.var(runs["starpilot"], ddof=1) * (1 / 3 + 1 / 2), np.var(runs["coinrun"], ddof=1) * (1 / 3 + 1)]
+        t = 2 * (ours - theirs) / sum(parts) ** 0.5
+        freedom = sum(parts) ** 2 / ((parts[0] ** 2 + parts[1] ** 2) / 2)
+        p = 2 * scipy.stats.t.cdf(-abs(t), freedom)
+        assert row[1:] == [f"{ours:.3f}", f"{theirs:.3f} ({spread:.3f})", f"{p:.2f}"]
+        if first == 170_000:
+            continue
+        (row,) = rows(text, f"interquartile mean, {part}")
         middle = sorted(sum(runs.values(), []))[1:-1]  # of six runs a quarter, rounded down, is one
-        assert row[3].startswith(f"{np.mean(middle):.3f} [") and "[" not in row[2]  # coinrun has one seed
+        assert row[2].startswith(f"{np.mean(middle):.3f} [") and "[" not in row[1]  # coinrun has one seed
+
+
+def test_other_seeds_and_epsilon(tmp_path):
+    """Normalized returns of updates 11 to 40 alone; a game without runs yet has an empty cell."""
+    curve = ((163_840, 9.9, 100), (180_224, 5.0, 100), (655_360, 6.0, 100), (671_744, 9.9, 100))
+    write(tmp_path, "ppo_procgen-openai/jumper/seed1", 1.0, "procgen16_1m", 999_424, curve=curve)
+    write(tmp_path, "ppo_procgen-openai-660k/jumper/seed11", 1.0, "adam_eps", 655_360, curve=curve[:3])
+    (row,) = rows("\n".join(report.epsilon_table(report.read_rows(tmp_path))), "jumper")
+    assert row[2:] == [f"{(5.5 - 1) / 9:.3f}", f"{(5.5 - 1) / 9:.3f}", ""]
 
 
 def test_interquartile_mean_and_its_interval():
