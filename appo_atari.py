@@ -630,8 +630,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }
-            # At or just past a multiple of eval_every
-            due = args.eval_every and metrics["step"] % args.eval_every < batch_size
+            # Does the iteration reach a multiple of eval_every?
+            due = args.eval_every and metrics["step"] // args.eval_every > step // args.eval_every
             if RANK == 0 and args.eval_episodes and due:
                 metrics["eval/return"] = evaluate(agent, args, make_envs)["game"]["mean"]
             step += batch_size
@@ -650,7 +650,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # An unfinished iteration does not count, but the SGD steps that it made are kept
+        # `step` does not count an unfinished iteration; the weights keep its SGD steps
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -894,6 +894,7 @@ def interrupt(number, frame):
 
 def main(argv=None, make_envs=make_envs) -> int:
     """Run the command line -> 0 done, 2 wrong flags or environments, 130 stopped by a signal."""
+    # Read before tyro, whose defaults it decides
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--resume")
     args, saved, code = None, None, 0

@@ -135,7 +135,7 @@ class Args:
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # indices of frames, oldest first
+STACKS = {"none": (0,), "gap": (3, 0), "full": (3, 2, 1, 0)}  # ages of the frames, in steps
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -146,24 +146,24 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
-    def __init__(self, envs, num_envs: int, shown: tuple[int, ...]):
+    def __init__(self, envs, num_envs: int, ages: tuple[int, ...]):
         self.envs = envs
         self.num_envs = num_envs
-        self.shown = shown
-        self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
+        self.ages = ages
+        self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(ages), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
 
     def stacked(self):
-        return np.concatenate([self.frames[i] for i in self.shown], axis=1)
+        return np.concatenate([self.frames[age] for age in self.ages], axis=1)
 
     def reset(self, *, seed=None, options=None):
         frame, _ = self.envs.reset()
-        self.frames = [frame.copy() for _ in range(self.shown[-1] + 1)]  # oldest first
+        self.frames = [frame.copy() for _ in range(self.ages[0] + 1)]  # newest first
         return self.stacked(), {}
 
     def step(self, actions):
         frame, reward, terminated, truncated, _ = self.envs.step(actions)
-        self.frames = [*self.frames[1:], frame]
+        self.frames = [frame, *self.frames[:-1]]
         done = terminated | truncated
         if done.any():
             # EnvPool would reset them in their next step. Its `reset` takes indices, too
@@ -582,8 +582,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "time/wait_s": received - start,
                 "time/learn_s": learned - received,
             }
-            # At or just past a multiple of eval_every
-            due = args.eval_every and metrics["step"] % args.eval_every < batch_size
+            # Does the iteration reach a multiple of eval_every?
+            due = args.eval_every and metrics["step"] // args.eval_every > step // args.eval_every
             if RANK == 0 and args.eval_episodes and due:
                 for split, scores in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = scores["mean"]
@@ -603,7 +603,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # An unfinished iteration does not count, but the SGD steps that it made are kept
+        # `step` does not count an unfinished iteration; the weights keep its SGD steps
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -852,6 +852,7 @@ def interrupt(number, frame):
 
 def main(argv=None, make_envs=make_envs) -> int:
     """Run the command line -> 0 done, 2 wrong flags or environments, 130 stopped by a signal."""
+    # Read before tyro, whose defaults it decides
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--resume")
     args, saved, code = None, None, 0

@@ -141,7 +141,7 @@ OPENAI = dict(
 
 # --- environment ---
 
-STACKS = {"none": (0,), "gap": (0, 3), "full": (0, 1, 2, 3)}  # indices of frames, oldest first
+STACKS = {"none": (0,), "gap": (3, 0), "full": (3, 2, 1, 0)}  # ages of the frames, in steps
 
 
 class ProcgenEnvs(gym.vector.VectorEnv):
@@ -152,24 +152,24 @@ class ProcgenEnvs(gym.vector.VectorEnv):
 
     metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
-    def __init__(self, envs, num_envs: int, shown: tuple[int, ...]):
+    def __init__(self, envs, num_envs: int, ages: tuple[int, ...]):
         self.envs = envs
         self.num_envs = num_envs
-        self.shown = shown
-        self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(shown), 64, 64), np.uint8)
+        self.ages = ages
+        self.single_observation_space = gym.spaces.Box(0, 255, (3 * len(ages), 64, 64), np.uint8)
         self.single_action_space = gym.spaces.Discrete(15)
 
     def stacked(self):
-        return np.concatenate([self.frames[i] for i in self.shown], axis=1)
+        return np.concatenate([self.frames[age] for age in self.ages], axis=1)
 
     def reset(self, *, seed=None, options=None):
         frame, _ = self.envs.reset()
-        self.frames = [frame.copy() for _ in range(self.shown[-1] + 1)]  # oldest first
+        self.frames = [frame.copy() for _ in range(self.ages[0] + 1)]  # newest first
         return self.stacked(), {}
 
     def step(self, actions):
         frame, reward, terminated, truncated, _ = self.envs.step(actions)
-        self.frames = [*self.frames[1:], frame]
+        self.frames = [frame, *self.frames[:-1]]
         done = terminated | truncated
         if done.any():
             # EnvPool would reset them in their next step. Its `reset` takes indices, too
@@ -411,7 +411,7 @@ def learn(agent, optimizer, batch: dict, kl_coef, ent_coef, args: Args) -> dict:
     for epoch in range(args.update_epochs):
         if epoch == 0 or args.reshuffle:
             permutation = torch.randperm(len(batch["obs"]), device=batch["obs"].device)
-            # Leftover rows, 384 of 9,600 by default, are not used, as in RLlib
+            # The last, shorter split is never drawn: 384 of 9,600 rows by default, as in RLlib
             minibatches = permutation.split(args.minibatch_size)
         for m in torch.randperm(num_minibatches).tolist():
             minibatch = {name: column[minibatches[m]] for name, column in batch.items()}
@@ -551,8 +551,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 kl_coef *= 1.5
             elif means["train/kl"] < args.kl_target / 2:
                 kl_coef *= 0.5
-            # At or just past a multiple of eval_every
-            due = args.eval_every and metrics["step"] % args.eval_every < batch_size
+            # Does the iteration reach a multiple of eval_every?
+            due = args.eval_every and metrics["step"] // args.eval_every > step // args.eval_every
             if RANK == 0 and args.eval_episodes and due:
                 for split, scores in evaluate(agent, args, make_envs).items():
                     metrics[f"eval/return_{split}"] = scores["mean"]
@@ -573,7 +573,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             Path(run.folder, "eval.json").write_text(json.dumps(metrics["eval"], indent=1))
         return metrics | {"step": step, "agent": agent, "run": str(run.folder)}
     except (KeyboardInterrupt, OSError):  # Ctrl-C, or a log that cannot be written
-        # An unfinished iteration does not count, but the SGD steps that it made are kept
+        # `step` does not count an unfinished iteration; the weights keep its SGD steps
         save("checkpoint.pt")
         run.say(f"stopped at step {step:,}: python {sys.argv[0]} --resume {run.folder} continues")
         raise
@@ -821,6 +821,7 @@ def interrupt(number, frame):
 
 def main(argv=None, make_envs=make_envs) -> int:
     """Run the command line -> 0 done, 2 wrong flags or environments, 130 stopped by a signal."""
+    # Read before tyro, whose defaults it decides
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     either = first.add_mutually_exclusive_group()
     either.add_argument("--resume")

@@ -96,7 +96,7 @@ class ExplorationEnvs(gym.vector.VectorWrapper):
 
 def make_envs(args: Args, num_envs: int, seed: int, test: bool = False) -> gym.vector.VectorEnv:
     """Create the environments as specified by args."""
-    ppo_procgen.STACKS["full"] = tuple(range(args.stack))
+    ppo_procgen.STACKS["full"] = tuple(reversed(range(args.stack)))
     procgen_args = ppo_procgen.Args(
         env_id=args.env_id,
         threads=args.threads,
