@@ -263,7 +263,7 @@ class Agent(nn.Module):
                 nn.init.orthogonal_(module.weight)
                 nn.init.zeros_(module.bias)
         self.to(memory_format=torch.channels_last)  # fails for the 5-D sums of self.frames
-        # Sample Factory's start and epsilon, for frames from 0 to 255
+        # With a leading 1, for channels-last. Start and epsilon: Sample Factory's, for 0 to 255
         self.frames = RunningMoments((1, *obs_shape), 1, variance=255**2, epsilon=1e-5 * 255**2)
         self.frames.mean = self.frames.mean.contiguous(memory_format=torch.channels_last)
         self.frames.std = self.frames.std.contiguous(memory_format=torch.channels_last)
@@ -394,8 +394,8 @@ class Actors:
         with self.lock:
             torch._foreach_copy_(list(old.values()), list(new.values()))  # one operation
             self.agent.version = agent.version
-        if self.published:  # a GPU gets one SGD step at a time, or actors would queue behind many
-            self.published.synchronize()
+        if self.published:  # on a GPU
+            self.published.synchronize()  # with the last call: actors wait behind one SGD step
             self.published.record()
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
@@ -445,12 +445,12 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
         group.noise.exponential_(generator=group.generator)
         with actors.lock:
             action, logp, value = actors.policy(actors.agent, columns["obs"][t], group.noise)
+            columns["action"][t] = action
+            columns["logp"][t] = logp
+            columns["value"][t] = value
             host["version"][t] = actors.agent.version
-        columns["action"][t] = action
-        columns["logp"][t] = logp
-        columns["value"][t] = value
         host["valid"][t] = ~group.done
-        action = action.cpu().numpy()
+        action = columns["action"][t].cpu().numpy()
         before = time.perf_counter()
         obs, reward, terminated, truncated, info = group.envs.step(action)
         env_s += time.perf_counter() - before

@@ -365,8 +365,8 @@ class Actors:
         with self.lock:
             torch._foreach_copy_(list(old.values()), list(new.values()))  # one operation
             self.agent.version = agent.version
-        if self.published:  # a GPU gets one SGD step at a time, or actors would queue behind many
-            self.published.synchronize()
+        if self.published:  # on a GPU
+            self.published.synchronize()  # with the last call: actors wait behind one SGD step
             self.published.record()
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
@@ -413,10 +413,10 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
         group.noise.exponential_(generator=group.generator)
         with actors.lock:
             action, logp = actors.policy(actors.agent, columns["obs"][:, t], group.noise)
+            columns["action"][:, t] = action
+            columns["logp"][:, t] = logp
             host["version"][:, t] = actors.agent.version
-        columns["action"][:, t] = action
-        columns["logp"][:, t] = logp
-        action = action.cpu().numpy()
+        action = columns["action"][:, t].cpu().numpy()
         before = time.perf_counter()
         obs, reward, terminated, truncated, info = group.envs.step(action)
         env_s += time.perf_counter() - before

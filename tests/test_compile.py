@@ -57,6 +57,20 @@ def test_compiled_once_and_whole(script, graphs, monkeypatch):
     torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", KINDS, indirect=True)
+def test_a_compiled_update_equals_the_eager_one(script):
+    """With PyTorch's compiler, which draws the same random numbers here. Later differences would grow by chaos."""
+    options = dict(sync=True) if script.name in ("appo_atari", "impala_procgen") else {}
+    size = 2 if script.name == "appo_atari" else 1  # a dataset is two minibatches
+    weights = []
+    for name in (False, True):
+        with torch._inductor.config.patch(fallback_random=True):
+            result = script.train(script.fake(), size, run_name=str(name), compile=name, device="cpu", **options)
+        weights.append(result["agent"].state_dict())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)
+
+
 def test_graphs_on_a_gpu_only(script, monkeypatch):
     """And not with micro-batches, whose gradients the next graph would overwrite."""
     modes, compiled, options = [], script.module.compiled, script.module.Args
