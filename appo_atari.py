@@ -369,12 +369,14 @@ class Group:
 
     def __init__(self, envs, obs, seed: int, device: torch.device):
         self.envs = envs
+        on_gpu = device.type == "cuda"
         # What the next actions are chosen from; page-locked, so that copies to a GPU do not wait
-        self.obs = torch.tensor(obs, pin_memory=device.type == "cuda")
+        self.obs = torch.tensor(obs, pin_memory=on_gpu)
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
         self.noise = torch.empty(envs.num_envs, envs.single_action_space.n, device=device)
-        self.thread = ThreadPool(1)  # a daemon: a step that hangs lets Python exit
+        # A daemon: a step that hangs lets Python exit
+        self.thread = ThreadPool(1, torch.cuda.set_device if on_gpu else None, (device,))
 
 
 class Actors:
@@ -392,10 +394,10 @@ class Actors:
         """Actors use these weights from their next step on."""
         old, new = self.agent.state_dict(), agent.state_dict()
         with self.lock:
-            torch._foreach_copy_(list(old.values()), list(new.values()))  # one operation
+            torch._foreach_copy_(list(old.values()), list(new.values()))
             self.agent.version = agent.version
         if self.published:  # on a GPU
-            self.published.synchronize()  # with the last call: actors wait behind one SGD step
+            self.published.synchronize()  # with the last call: at most two SGD steps are queued
             self.published.record()
 
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
@@ -567,7 +569,8 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     ahead = 0 if args.sync else args.num_batches_to_accumulate
     num_rollouts = (args.total_timesteps - step) // batch_size * (M // N)
     actors = Actors(groups, agent, compiled(args)(act))
-    datasets = actors.datasets(T, M // N, ahead, num_rollouts, 2 if args.compile else 0)
+    alone = args.num_groups + 1 if args.compile else 0  # until each thread has its CUDA graphs
+    datasets = actors.datasets(T, M // N, ahead, num_rollouts, alone)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 

@@ -132,8 +132,8 @@ def test_a_step_takes_the_newest_agent(script):
 
 
 @both
-def test_a_gpu_gets_one_sgd_step_at_a_time(script):
-    """Actors wait behind what the learner has queued there; it waits for the SGD step before the newest."""
+def test_few_sgd_steps_are_queued_on_a_gpu(script):
+    """Actors wait behind them: before it queues another, the learner waits for the last but one."""
     actors, agent = actors_of(script, script.module.act)
     calls = []
     event = dict(synchronize=lambda: calls.append("wait for the last"), record=lambda: calls.append("new"))
