@@ -374,8 +374,8 @@ class Actors:
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
-        Rollouts are queued in next() only: with ahead = 0 nobody plays while the learner learns,
-        nor while it learns from the first `alone` datasets, when CUDA graphs are recorded.
+        Rollouts are queued in next() only. So nobody plays while the learner learns if ahead = 0,
+        or if it learns from one of the first `alone` datasets, when it records CUDA graphs.
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # queued, playing or finished
@@ -519,7 +519,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
 
     torch.manual_seed(args.seed)  # on all ranks: equal weights
     agent = Agent(obs.shape[1:], envs.single_action_space.n, args).to(device)
-    agent.version = 0  # SGD steps of this process; the actors' copies carry it
+    agent.version = 0  # SGD steps of this process; the actors' copy carries it
     optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
     parts = {"agent": agent, "optimizer": optimizer}
     if saved:

@@ -272,9 +272,10 @@ def sixteen(groups: dict[str, list[Row]]) -> pd.DataFrame:
     """game, who (OpenAI or a group), run, step, score, R_min, R_max, normalized: the games of the group "ours"."""
     theirs = pd.read_csv(REFERENCE / "procgen16_1m.csv").rename(columns={"env": "game"})
     tables = [theirs.melt(["game", "step"], var_name="run", value_name="score").assign(who="OpenAI")]
-    for who, row in ((who, row) for who, rows in groups.items() for row in rows):
-        for seed, curve in row.curves.items():
-            tables.append(running_mean(curve).assign(game=row.job.game, run=f"seed{seed}", who=who))
+    for who, rows in groups.items():
+        for row in rows:
+            for seed, curve in row.curves.items():
+                tables.append(running_mean(curve).assign(game=row.job.game, run=f"seed{seed}", who=who))
     found = pd.concat(tables)
     found = found[found["game"].isin(found.loc[found["who"] == "ours", "game"])]
     limits = reference().query("series in ('R_min', 'R_max')").pivot(index="game", columns="series", values="score")

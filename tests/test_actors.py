@@ -58,19 +58,24 @@ def test_lag_bound(script, monkeypatch):
 
 @both
 def test_nobody_plays_while_the_first_datasets_are_learned(script, monkeypatch):
-    """Then --compile records CUDA graphs, which other threads must not disturb; later datasets overlap."""
-    group, played, learn = script.fake(), [], script.module.learn
+    """Then --compile records CUDA graphs, in the learner and in each group's thread; later datasets overlap."""
+    groups = [script.fake(2, Slow), script.fake(2, Slow, seed=1)]  # so that it takes longer than the pause
+    played, learn = [], script.module.learn
+
+    def steps():
+        return sum(len(group.actions) for group in groups)
 
     def note(*inputs):
-        start = len(group.actions)
+        start = steps()
         time.sleep(0.1)
-        played.append(len(group.actions) - start)
+        played.append(steps() - start)
         return learn(*inputs)
 
     monkeypatch.setattr(script.module, "learn", note)
     monkeypatch.setattr(torch, "compile", lambda mode: lambda function: function)
-    script.train(group, 4, sync=False, num_batches_to_accumulate=1, compile=True)
-    assert played[0] == played[1] == 0 < played[2]
+    options = dict(num_groups=2, num_batches_to_accumulate=1, sync=False, compile=True)
+    script.train(groups, 4, **options, **HALF[script.name])
+    assert played[:3] == [0, 0, 0] and 0 < played[4]
 
 
 @both
