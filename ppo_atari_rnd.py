@@ -300,6 +300,11 @@ class RND(nn.Module):
         """The predictor's squared error, averaged over features: (B,). Both bonus and loss."""
         return (self.features(self.predictor, frames) - targets).square().mean(1)
 
+    def loss(self, rows: dict):
+        """The predictor's losses (B,): its errors."""
+        errors = self.error(rows["frame"], rows["feature"])
+        return errors, {"loss/predictor": errors}
+
     def normalize(self, bonus):
         """Divide bonuses (T, N) by the running std of r_t + gamma r_{t-1} + gamma^2 r_{t-2} + ...
 
@@ -393,11 +398,11 @@ def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
     """
     column = next(iter(minibatch.values()))
     weight = torch.ones(len(column), device=column.device) if weight is None else weight
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once if no rows were drawn
+    for start in range(0, len(weight), size):
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
@@ -423,27 +428,25 @@ def learn(agent, rnd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
 
     batch: columns of N * T rows, environment by environment; the predictor's: frame and feature.
     """
-    predictor_share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
-    updates = []  # the means of each SGD step
+    share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
+    num_drawn = math.ceil(share * args.minibatch_size)  # rows for the predictor
+    updates = []  # means of each minibatch
     # Compiled once: PyTorch caches by a function's code
     policy_loss = compiled(args)(lambda rows: ppo_loss(agent, rows, ent_coef, args))
-
-    def predictor_loss(rows):
-        errors = rnd.error(rows["frame"], rows["feature"])
-        return errors, {"loss/predictor": errors}
-
+    predictor_loss = compiled(args)(rnd.loss)
     for _ in range(args.update_epochs):
         for first in range(0, len(batch["obs"]), args.minibatch_size):  # same order every epoch
             minibatch = {name: x[first : first + args.minibatch_size] for name, x in batch.items()}
             means = gradient(agent, policy_loss, minibatch, args.micro_batch, minibatch["valid"])
-            # On the CPU: selecting rows by a mask on the GPU would wait for all its work
-            drawn = (torch.rand(args.minibatch_size) < predictor_share).nonzero().squeeze(1)
-            drawn = drawn.to(batch["obs"].device, non_blocking=True)
-            minibatch = {name: minibatch[name][drawn] for name in ("frame", "feature")}
-            means |= gradient(rnd.predictor, predictor_loss, minibatch, args.micro_batch)
             limit = args.max_grad_norm or math.inf  # inf: only measures the norm
             means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+            optimizer.step()  # before the next CUDA graph overwrites the gradient
+            agent.zero_grad()  # Adam skips what has no gradient
+            drawn = torch.randperm(args.minibatch_size, device=batch["obs"].device)[:num_drawn]
+            rows = {name: minibatch[name][drawn] for name in ("frame", "feature")}
+            means |= gradient(rnd.predictor, predictor_loss, rows, args.micro_batch)
             optimizer.step()
+            rnd.predictor.zero_grad()
             updates.append(means)
     return mean_of(updates)
 

@@ -197,7 +197,7 @@ def make_envs(args: Args, num_envs: int, seed: int, test: bool = False):
 # width, kernel, stride and padding of each convolution
 POLICY_CONVS = [(32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 2, 1), (128, 3, 1, 1)]
 SND_CONVS = [(16, 3, 2, 1), (32, 3, 2, 1), (64, 3, 2, 1), (64, 3, 1, 1)]
-TILES = [1, 2, 4, 8, 12, 16]  # sides of the squares that `augment` masks, in pixels
+TILES = [1, 2, 4, 8, 12, 16]  # sides of the squares that `augment` hides, in pixels
 
 
 def layer(module, gain: float = 2**0.5):
@@ -289,6 +289,7 @@ class SND(nn.Module):
         self.predictor.append(layer(nn.Linear(width, features)))
         for _ in range(2):
             self.predictor.extend([nn.ELU(), layer(nn.Linear(features, features))])
+        self.register_buffer("tiles", torch.tensor(TILES), persistent=False)
         self.to(memory_format=torch.channels_last)
 
     def preprocess(self, frames):
@@ -319,8 +320,8 @@ class SND(nn.Module):
 
     def target_loss(self, pairs: dict):
         """Contrastive losses (B,) of random pairs of frames; `far`: they are two rows."""
-        a = augment(self.preprocess(pairs["first"]))
-        b = augment(self.preprocess(pairs["second"]))
+        a = augment(self.preprocess(pairs["first"]), self.tiles)
+        b = augment(self.preprocess(pairs["second"]), self.tiles)
         with torch.autocast(a.device.type, torch.bfloat16, enabled=self.bf16):
             a = self.target(a)
             b = self.target(b)
@@ -397,13 +398,14 @@ def schedule(step: int, numbers: tuple[float, ...]) -> float:
     return float(np.interp(step, numbers[0::2], numbers[1::2]))
 
 
-def augment(x):
+def augment(x, tiles):
     """Mask a tenth of the tiles in half of the frames (B, C, H, W); add noise to a random half."""
     batch_size, _, height, width = x.shape
-    tile = TILES[torch.randint(len(TILES), ()).item()]  # of all frames
-    tiles = (batch_size, 1, math.ceil(height / tile), math.ceil(width / tile))
-    hidden = torch.rand(tiles, device=x.device) < 0.1
-    hidden = hidden.repeat_interleave(tile, 2).repeat_interleave(tile, 3)[..., :height, :width]
+    tile = tiles[torch.randint(len(tiles), (1,), device=x.device)]  # side, of all frames
+    row = torch.arange(height, device=x.device) // tile
+    column = torch.arange(width, device=x.device) // tile
+    hidden = torch.rand(batch_size, 1, height, width, device=x.device) < 0.1  # enough for side 1
+    hidden = hidden[:, :, row[:, None], column]
     is_masked = torch.rand(batch_size, 1, 1, 1, device=x.device) < 0.5
     x = x.masked_fill(hidden & is_masked, 0)
     noise = torch.rand_like(x) * 0.4 - 0.2
@@ -429,11 +431,11 @@ def gradient(net, loss, minibatch: dict, micro_batch: int, weight=None) -> dict:
     """
     column = next(iter(minibatch.values()))
     weight = torch.ones(len(column), device=column.device) if weight is None else weight
-    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else max(1, len(weight)))
+    size = micro_batch or (ROWS_ON_CPU if weight.device.type == "cpu" else len(weight))
     total = sum_over_ranks(weight.sum()).clamp(min=1)  # avoids 0 / 0
     means = 0
     net.zero_grad()
-    for start in range(0, max(len(weight), 1), size):  # once if no rows were drawn
+    for start in range(0, len(weight), size):
         piece = slice(start, start + size)
         losses, terms = loss({name: column[piece] for name, column in minibatch.items()})
         share = weight[piece] / total
@@ -462,23 +464,30 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     frames = batch["obs"][:, -args.frame_channels :]
     drawn = torch.randint(len(frames), (args.update_epochs * len(frames),), device=frames.device)
     share = args.predictor_share or min(1, 32 / (args.num_envs * WORLD))
-    updates = []  # the means of each SGD step
+    updates = []  # means of each minibatch
     # Compiled once: PyTorch caches by a function's code
     policy_loss = compiled(args)(lambda rows: ppo_loss(agent, rows, ent_coef, args))
+    predictor_loss = compiled(args)(snd.predictor_loss)
+    target_loss = compiled(args)(snd.target_loss)
     for index in drawn.split(args.minibatch_size):
         minibatch = {name: column[index] for name, column in batch.items()}
         means = gradient(agent, policy_loss, minibatch, args.micro_batch, minibatch["valid"])
         limit = args.max_grad_norm or math.inf  # inf: only measures the norm
         means["train/grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), limit)
+        optimizer.step()  # before the next CUDA graph overwrites the gradient
+        agent.zero_grad()  # Adam skips what has no gradient
         mask = torch.rand(len(index), args.snd_features, device=frames.device) < share
         rows = {"frame": frames[index], "mask": mask}  # of single features, which weigh the same
-        means |= gradient(snd.predictor, snd.predictor_loss, rows, args.micro_batch, mask.sum(1))
+        means |= gradient(snd.predictor, predictor_loss, rows, args.micro_batch, mask.sum(1))
+        optimizer.step()
+        snd.predictor.zero_grad()
         first, other = torch.randint(len(frames), (2, args.pairs), device=frames.device)
         same = torch.rand(args.pairs, device=frames.device) < 0.5
         second = torch.where(same, first, other)
         pairs = {"first": frames[first], "second": frames[second], "far": first != second}
-        means |= gradient(snd.target, snd.target_loss, pairs, args.pairs)  # one piece: `size`
+        means |= gradient(snd.target, target_loss, pairs, args.pairs)  # one piece: `size`
         optimizer.step()
+        snd.target.zero_grad()
         updates.append(means)
     return mean_of(updates)
 

@@ -114,7 +114,7 @@ def assert_updates_equal_reference(script, tmp_path, monkeypatch, changes):
     Agent, RND, Args = script.Agent, script.RND, script.Args  # noqa: N806
     draws, kinds = [], set()
     conftest.larger(monkeypatch, Agent, "policy", "value")
-    spy_on(monkeypatch, torch, "rand", lambda result, *size: draws.append(result))
+    spy_on(monkeypatch, torch, "randperm", lambda result, *size: draws.append(result))
     spy_on(monkeypatch, Agent, "forward", lambda result, agent, obs, *x: kinds.add(obs.dtype))
     envs = fake(dummy_reward=100.0)
     options = dict(adam_eps=0.01, update_epochs=2, lr=(1e-3,), clip=1e-3, vf_coef=0.7, ent_coef=(0.3,))
@@ -165,10 +165,11 @@ def assert_updates_equal_reference(script, tmp_path, monkeypatch, changes):
             value_error = ((value - goals[:, some]).square() * in_use).sum(2) / 2
             rows = (part[keep] for part in (logits, value_error, action[:, some], advantage[:, some], logp[:, some]))
             terms = conftest.plain_ppo(*rows, 1 - args.clip, 1 + args.clip)
-            mask = (next(draw) < (args.predictor_share or 1)).double()
             inputs, wanted = (part[:, some].transpose(0, 1).flatten(0, 1) for part in (x, features))
-            error = (plain_rnd(r, "predictor", inputs) - wanted).square().mean(1)
-            predictor = (error * mask).sum() / mask.sum().clamp(min=1)
+            order = next(draw)  # its first rows are the predictor's
+            assert sorted(order.tolist()) == list(range(2 * T))
+            drawn = order[: int(np.ceil(2 * T * (args.predictor_share or 1)))]
+            predictor = (plain_rnd(r, "predictor", inputs[drawn]) - wanted[drawn]).square().mean()
             loss = terms[0] + 0.7 * terms[1] - 0.3 * terms[2] + predictor
             norm = conftest.plain_step(optimizer, loss, w.values(), args.max_grad_norm)  # of the policy network only
             losses.append([x.item() for x in (*terms, norm)])
@@ -182,20 +183,6 @@ def assert_updates_equal_reference(script, tmp_path, monkeypatch, changes):
     np.testing.assert_allclose(saved["rnd"]["frames.sums"][1], np.concatenate(shown).sum(0), rtol=1e-9)
     conftest.assert_learned(start, w, saved["agent"])
     conftest.assert_learned(networks, r, saved["rnd"])
-
-
-def test_a_minibatch_of_which_no_row_is_drawn():
-    """Its gradient is 0, not None: Adam and several ranks need one."""
-    rnd = ppo_atari_rnd.RND((1, 44, 44), Args(rnd_features=8))
-
-    def loss(rows):
-        errors = rnd.error(rows["frame"], rows["feature"])
-        return errors, {"loss/predictor": errors}
-
-    minibatch = {"frame": torch.zeros(0, 1, 44, 44, dtype=torch.uint8), "feature": torch.zeros(0, 8)}
-    for micro_batch in (0, 3):
-        assert ppo_atari_rnd.gradient(rnd.predictor, loss, minibatch, micro_batch)["loss/predictor"] == 0
-        assert not any(weight.grad.any() for weight in rnd.predictor.parameters())
 
 
 def test_a_clip_of_0_is_off():

@@ -7,7 +7,7 @@ import ppo_atari_snd
 import pytest
 import torch
 import torch.nn.functional as F
-from ppo_atari_snd import SND, Agent, Args, augment, contrastive
+from ppo_atari_snd import SND, TILES, Agent, Args, augment, contrastive
 
 import conftest
 from conftest import Games, num_weights, plain_gae, plain_standardised, random_episodes, spy_on
@@ -109,7 +109,7 @@ def test_tiles_hide_a_tenth_of_half_the_frames_and_noise_moves_half():
     hidden, noisy, sizes, noise = [], [], set(), []
     for _ in range(60):
         x = torch.full((64, 1, 48, 48), 5.0)
-        y = augment(x)
+        y = augment(x, torch.tensor(TILES))
         dark = y.abs() <= 0.2
         assert ((y - 5).abs() <= 0.2).logical_or(dark).all()
         share = dark.float().mean((1, 2, 3))
@@ -172,7 +172,7 @@ def test_update_equals_float64_reference(tmp_path, monkeypatch, variant, name):
     with monkeypatch.context() as patch:
         for name, draws in drawn.items():
             spy_on(patch, torch, name, lambda result, *x, draws=draws: draws.append(result))
-        patch.setattr(module, "augment", lambda x: x.flip(next(mirrors)))
+        patch.setattr(module, "augment", lambda x, tiles: x.flip(next(mirrors)))
         envs = fake(shape, dummy_reward=100.0)
         options = dict(update_epochs=2, lr=(1e-3,), adam_eps=0.01, clip=1e-3, vf_coef=0.7, gamma=0.95, gamma_int=0.9)
         options |= dict(max_grad_norm=0.05, eta=1.9, ent_coef=(3.0,), int_coef=0.8) | changes

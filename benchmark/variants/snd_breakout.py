@@ -24,10 +24,10 @@ def chance(probability: float, x, height: int = 1, width: int = 1):
     return torch.rand(len(x), 1, height, width, device=x.device) < probability
 
 
-def pixelate(x):
+def pixelate(x, tiles):
     """Augment frames (B, C, H, W): half are at half the resolution, a quarter at a quarter.
 
-    An eighth lose a tenth of their pixels; all get noise of up to 0.2.
+    An eighth lose a tenth of their pixels; all get noise of up to 0.2. tiles: not used.
     """
     height, width = x.shape[2:]
     for factor, probability in [(2, 0.5), (4, 0.25)]:

@@ -98,8 +98,8 @@ class SND(script.SND):
 
     def target_loss(self, pairs: dict):
         """Both losses: of SND's target, and of the encoder by the same pairs."""
-        a = self.encode(script.augment(pairs["first"].float() / 255))
-        b = self.encode(script.augment(pairs["second"].float() / 255))
+        a = self.encode(script.augment(pairs["first"].float() / 255, self.tiles))
+        b = self.encode(script.augment(pairs["second"].float() / 255, self.tiles))
         losses, _ = super().target_loss(pairs)
         losses = losses + script.contrastive(a, b, pairs["far"])
         return losses, {"loss/target": losses}
