@@ -389,6 +389,9 @@ class Actors:
         self.lock = threading.Lock()  # held while the agent acts or gets new weights
         self.stopped = False
         self.published = torch.cuda.Event() if groups[0].noise.is_cuda else None
+        # Before anyone plays: with --compile the first call compiles, the next records a CUDA graph
+        for group in 2 * groups:
+            group.thread.apply(policy, (self.agent, group.obs.to(group.noise.device), group.noise))
 
     def publish(self, agent):
         """Actors use these weights from their next step on."""
@@ -400,16 +403,16 @@ class Actors:
             self.published.synchronize()  # with the last call: at most two SGD steps are queued
             self.published.record()
 
-    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
+    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
         Rollouts are queued in next() only. So nobody plays while the learner learns if ahead = 0,
-        or if it learns from one of the first `alone` datasets, when it records CUDA graphs.
+        or from the first two datasets: it may compile, and record CUDA graphs.
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # queued, playing or finished
         for number, not_yielded in enumerate(range(num_rollouts, 0, -size)):
-            most = size if number < alone else (ahead + 1) * size
+            most = size if number < 2 else (ahead + 1) * size
             while len(rollouts) < min(most, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
@@ -516,8 +519,7 @@ def learn(agent, optimizer, actors: Actors, batch: dict, ent_coef, args: Args) -
     batch["obs"] = batch["obs"][:-1]  # without the one that bootstraps
     minibatches = []
     for start in range(0, width * args.num_minibatches, width):
-        some = slice(start, start + width)  # trajectories
-        minibatch = {name: column[:, some].flatten(0, 1) for name, column in batch.items()}
+        minibatch = {name: x[:, start : start + width].flatten(0, 1) for name, x in batch.items()}
         minibatch["advantage"] = standardize(minibatch["advantage"], minibatch["valid"])
         minibatches.append(minibatch)
     for minibatch in args.update_epochs * minibatches:  # in a fixed order
@@ -569,8 +571,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     ahead = 0 if args.sync else args.num_batches_to_accumulate
     num_rollouts = (args.total_timesteps - step) // batch_size * (M // N)
     actors = Actors(groups, agent, compiled(args)(act))
-    alone = args.num_groups + 1 if args.compile else 0  # until each thread has its CUDA graphs
-    datasets = actors.datasets(T, M // N, ahead, num_rollouts, alone)
+    datasets = actors.datasets(T, M // N, ahead, num_rollouts)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 
@@ -600,7 +601,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             ends = batch["terminated"], batch["done"]
             advantages = gae(batch["reward"], values, *ends, args.gamma, args.gae_lambda)
             targets = advantages + values[:T]
-            explained = explained_variance(values[:T][valid], targets[valid])
             batch |= {"advantage": advantages, "target": targets}
             batch = {name: column.to(device) for name, column in batch.items()}
 
@@ -622,7 +622,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 "episode/length": np.mean(lengths) if returns else None,
                 "episode/count": len(returns),
                 **means,
-                "train/explained_variance": explained,
+                "train/explained_variance": explained_variance(values[:T][valid], targets[valid]),
                 "train/lr": lr,
                 "train/valid_frac": valid.float().mean().item(),
                 "async/policy_lag_mean": lag.mean().item(),

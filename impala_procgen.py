@@ -360,6 +360,9 @@ class Actors:
         self.lock = threading.Lock()  # held while the agent acts or gets new weights
         self.stopped = False
         self.published = torch.cuda.Event() if groups[0].noise.is_cuda else None
+        # Before anyone plays: with --compile the first call compiles, the next records a CUDA graph
+        for group in 2 * groups:
+            group.thread.apply(policy, (self.agent, group.obs.to(group.noise.device), group.noise))
 
     def publish(self, agent):
         """Actors use these weights from their next step on."""
@@ -371,16 +374,16 @@ class Actors:
             self.published.synchronize()  # with the last call: at most two SGD steps are queued
             self.published.record()
 
-    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int, alone: int):
+    def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
         Rollouts are queued in next() only. So nobody plays while the learner learns if ahead = 0,
-        or if it learns from one of the first `alone` datasets, when it records CUDA graphs.
+        or from the first two datasets: it may compile, and record CUDA graphs.
         """
         groups = itertools.cycle(self.groups)
         rollouts = []  # queued, playing or finished
         for number, not_yielded in enumerate(range(num_rollouts, 0, -size)):
-            most = size if number < alone else (ahead + 1) * size
+            most = size if number < 2 else (ahead + 1) * size
             while len(rollouts) < min(most, not_yielded):
                 group = next(groups)
                 rollouts.append(group.thread.apply_async(play_rollout, (group, self, T)))
@@ -411,10 +414,11 @@ def play_rollout(group: Group, actors: Actors, T: int) -> tuple:
     for t in range(T):
         if actors.stopped:
             return None  # nobody reads it
-        columns["obs"][:, t].copy_(group.obs, non_blocking=True)
+        obs = group.obs.to(device, non_blocking=True)
+        columns["obs"][:, t] = obs
         group.noise.exponential_(generator=group.generator)
         with actors.lock:
-            action, logp = actors.policy(actors.agent, columns["obs"][:, t], group.noise)
+            action, logp = actors.policy(actors.agent, obs, group.noise)
             columns["action"][:, t] = action
             columns["logp"][:, t] = logp
             host["version"][:, t] = actors.agent.version
@@ -472,7 +476,6 @@ def learn(agent, optimizer, actors: Actors, batches: list, ent_coef, args: Args)
     """
     fragments = math.ceil(args.micro_batch / args.num_steps)  # `gradient` calls them rows
     updates, critic = [], []  # means of each SGD step; values and targets of each forward pass
-
     compiled_loss = compiled(args)(impala_loss)
 
     def loss(rows):
@@ -534,8 +537,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     size = args.minibatch_size // (T * N)  # rollouts per batch
     actors = Actors(groups, agent, compiled(args)(act))
     num_rollouts = (args.total_timesteps - step) // batch_size * size
-    alone = args.num_groups + 1 if args.compile else 0  # until each thread has its CUDA graphs
-    datasets = actors.datasets(T, size, ahead, num_rollouts, alone)
+    datasets = actors.datasets(T, size, ahead, num_rollouts)
     recent = []  # returns of the last 100 episodes
     metrics = {}
 

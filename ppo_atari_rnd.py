@@ -493,7 +493,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # would stay novel and reward dying. Intrinsic returns run through it.
     rollout = {
         "obs": torch.zeros(T + 1, *obs.shape, dtype=torch.uint8, device=device),
-        "valid": torch.zeros(T, N, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -501,6 +500,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
+    valid = torch.zeros(T, N)
     no_ends = torch.zeros(T, N)  # the intrinsic return runs through the ends of episodes
 
     # Page-locked for a GPU: copies from it run in the background. They have ended when
@@ -529,7 +529,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             env_s = 0.0
             episodes = []  # those that end: (environment, return, length)
             for t in range(T):
-                rollout["valid"][t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
+                valid[t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
                 staged.copy_(torch.from_numpy(obs))
                 rollout["obs"][t].copy_(staged, non_blocking=True)
                 action, logp, value = policy(agent, rollout["obs"][t])
@@ -564,10 +564,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             int_ = gae(bonus, values[..., 1], no_ends, no_ends, args.gamma_int, args.gae_lambda)
             advantages = args.ext_coef * ext + args.int_coef * int_
             targets = torch.stack([ext, int_], -1) + values[:T]
-            valid = rollout["valid"].cpu().bool()
-            value_ext, value_int = values[:T][valid].unbind(-1)
-            target_ext, target_int = targets[valid].unbind(-1)
-            columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
+            value_ext, value_int = values[:T][valid > 0].unbind(-1)
+            target_ext, target_int = targets[valid > 0].unbind(-1)
+            columns = rollout | {"valid": valid, "advantage": advantages, "target": targets}
+            columns = {name: column.to(device) for name, column in columns.items()}
             columns |= {"obs": rollout["obs"][:T], "frame": frames, "feature": features}
             # Environment by environment: a slice of rows is one of the paper's minibatches
             batch = {name: column.transpose(0, 1).flatten(0, 1) for name, column in columns.items()}
@@ -592,7 +592,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 **means,
                 "train/explained_variance": explained_variance(value_ext, target_ext),
                 "train/lr": lr,
-                "ext/reward": rewards[valid].mean().item(),
+                "ext/reward": rewards[valid > 0].mean().item(),
                 "int/reward_raw": errors.mean().item(),
                 "int/reward": bonus.mean().item(),
                 "int/divisor": rnd.returns.std.item(),

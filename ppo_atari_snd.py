@@ -530,7 +530,6 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     # trains on its frame, the episode's last, whose bonus enters no valid row's return.
     rollout = {
         "obs": torch.zeros(T, *obs.shape, dtype=torch.uint8, device=device),
-        "valid": torch.zeros(T, N, device=device),
         "action": torch.zeros(T, N, dtype=torch.int64, device=device),
         "logp": torch.zeros(T, N, device=device),
         "value": torch.zeros(T, N, 2, device=device),  # of the game, of the bonus
@@ -538,6 +537,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
     rewards = torch.zeros(T, N)  # on the CPU, where GAE runs
     terminations = torch.zeros(T, N)
     dones = torch.zeros(T, N)
+    valid = torch.zeros(T, N)
 
     # Page-locked for a GPU: copies from it run in the background. They have ended when
     # `action.cpu()` returns, so the next observation can be written to it
@@ -564,7 +564,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             env_s = 0.0
             episodes = []  # those that end: (environment, return, length)
             for t in range(T):
-                rollout["valid"][t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
+                valid[t] = 1 - dones[t - 1]  # of t = 0: the last rollout's last row
                 staged.copy_(torch.from_numpy(obs))
                 rollout["obs"][t].copy_(staged, non_blocking=True)
                 action, logp, value = policy(agent, rollout["obs"][t])
@@ -594,10 +594,10 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
             int_ = gae(bonus, values[..., 1], terminations, dones, args.gamma_int, args.gae_lambda)
             advantages = args.ext_coef * ext + args.int_coef * int_
             targets = torch.stack([ext, int_], -1) + values[:T]
-            valid = rollout["valid"].cpu().bool()
-            value_ext, value_int = values[:T][valid].unbind(-1)
-            target_ext, target_int = targets[valid].unbind(-1)
-            columns = rollout | {"advantage": advantages.to(device), "target": targets.to(device)}
+            value_ext, value_int = values[:T][valid > 0].unbind(-1)
+            target_ext, target_int = targets[valid > 0].unbind(-1)
+            columns = rollout | {"valid": valid, "advantage": advantages, "target": targets}
+            columns = {name: column.to(device) for name, column in columns.items()}
             batch = {name: column.flatten(0, 1) for name, column in columns.items()}
             acted = time.perf_counter()
 
@@ -620,7 +620,7 @@ def train(args: Args, make_envs=make_envs, saved: dict | None = None) -> dict:
                 **means,
                 "train/explained_variance": explained_variance(value_ext, target_ext),
                 "train/lr": lr,
-                "ext/reward": rewards[valid].mean().item(),
+                "ext/reward": rewards[valid > 0].mean().item(),
                 "int/reward_raw": errors.mean().item(),
                 "int/reward": bonus.mean().item(),
                 "int/explained_variance": explained_variance(value_int, target_int),

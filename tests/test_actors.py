@@ -58,7 +58,7 @@ def test_lag_bound(script, monkeypatch):
 
 @both
 def test_nobody_plays_while_the_first_datasets_are_learned(script, monkeypatch):
-    """Then --compile records CUDA graphs, in the learner and in each group's thread; later datasets overlap."""
+    """Then --compile records the learner's CUDA graphs; later datasets overlap."""
     groups = [script.fake(2, Slow), script.fake(2, Slow, seed=1)]  # so that it takes longer than the pause
     played, learn = [], script.module.learn
 
@@ -72,10 +72,30 @@ def test_nobody_plays_while_the_first_datasets_are_learned(script, monkeypatch):
         return learn(*inputs)
 
     monkeypatch.setattr(script.module, "learn", note)
-    monkeypatch.setattr(torch, "compile", lambda mode: lambda function: function)
-    options = dict(num_groups=2, num_batches_to_accumulate=1, sync=False, compile=True)
+    options = dict(num_groups=2, num_batches_to_accumulate=1, sync=False)
     script.train(groups, 4, **options, **HALF[script.name])
-    assert played[:3] == [0, 0, 0] and 0 < played[4]
+    assert played[:2] == [0, 0] and 0 < played[4]
+
+
+@both
+def test_each_thread_acts_twice_before_anyone_plays(script):
+    """One at a time, from tensors as in a rollout, so that its CUDA graph is compiled and recorded by then."""
+    calls, layouts = [], set()
+
+    def policy(agent, obs, noise):
+        busy.acquire(blocking=False) or calls.append("together")
+        time.sleep(0.01)
+        busy.release()
+        calls.append(threading.current_thread())
+        layouts.add((obs.shape, obs.stride(), noise.shape))
+        return script.module.act(agent, obs, noise)
+
+    busy = threading.Lock()
+    groups = [script.fake(2), script.fake(2, seed=1)]
+    actors = actors_of(script, policy, *groups)[0]
+    assert len(calls) == 4 and len(set(calls)) == 2 and not sum(len(envs.actions) for envs in groups)
+    script.module.play_rollout(actors.groups[0], actors, 2)
+    assert len(layouts) == 1
 
 
 @both
@@ -87,13 +107,14 @@ def test_a_resumed_run_may_have_other_batches(script):
     assert metrics["step"] == 32 + 64 and metrics["iteration"] == 2
 
 
-def actors_of(script, policy):
-    """Actors of one group of fake environments, and the learner's agent."""
-    envs = script.fake()
+def actors_of(script, policy, *more):
+    """Actors of one group of fake environments, or of several, and the learner's agent."""
     agent = script.module.Agent(script.shape, 4, script.module.Args())
     agent.version = 0
-    group = script.module.Group(envs, envs.reset()[0], 0, torch.device("cpu"))
-    return script.module.Actors([group], agent, policy), agent
+    groups = []
+    for envs in more or [script.fake()]:
+        groups.append(script.module.Group(envs, envs.reset()[0], 0, torch.device("cpu")))
+    return script.module.Actors(groups, agent, policy), agent
 
 
 @both
@@ -111,7 +132,8 @@ def test_a_step_has_weights_of_one_version(script):
         assert acting.version == before[0] and torch.equal(acting.policy.weight, before[1])
         return script.module.act(acting, obs, noise)
 
-    actors, agent = actors_of(script, policy)
+    actors, agent = actors_of(script, script.module.act)
+    actors.policy = policy
     script.module.play_rollout(actors.groups[0], actors, 2)
     for thread in publishing:
         thread.join()
