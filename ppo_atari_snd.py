@@ -398,6 +398,14 @@ def schedule(step: int, numbers: tuple[float, ...]) -> float:
     return float(np.interp(step, numbers[0::2], numbers[1::2]))
 
 
+def draw_pairs(frames, num_pairs: int) -> dict:
+    """Random pairs of frames; about half of them are a frame and itself, the others are `far`."""
+    first, other = torch.randint(len(frames), (2, num_pairs), device=frames.device)
+    same = torch.rand(num_pairs, device=frames.device) < 0.5
+    second = torch.where(same, first, other)
+    return {"first": frames[first], "second": frames[second], "far": first != second}
+
+
 def augment(x, tiles):
     """Mask a tenth of the tiles in half of the frames (B, C, H, W); add noise to a random half."""
     batch_size, _, height, width = x.shape
@@ -467,8 +475,7 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
     updates = []  # means of each minibatch
     # Compiled once: PyTorch caches by a function's code
     policy_loss = compiled(args)(lambda rows: ppo_loss(agent, rows, ent_coef, args))
-    predictor_loss = compiled(args)(snd.predictor_loss)
-    target_loss = compiled(args)(snd.target_loss)
+    predictor_loss, target_loss = map(compiled(args), [snd.predictor_loss, snd.target_loss])
     for index in drawn.split(args.minibatch_size):
         minibatch = {name: column[index] for name, column in batch.items()}
         means = gradient(agent, policy_loss, minibatch, args.micro_batch, minibatch["valid"])
@@ -481,10 +488,7 @@ def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
         means |= gradient(snd.predictor, predictor_loss, rows, args.micro_batch, mask.sum(1))
         optimizer.step()
         snd.predictor.zero_grad()
-        first, other = torch.randint(len(frames), (2, args.pairs), device=frames.device)
-        same = torch.rand(args.pairs, device=frames.device) < 0.5
-        second = torch.where(same, first, other)
-        pairs = {"first": frames[first], "second": frames[second], "far": first != second}
+        pairs = draw_pairs(frames, args.pairs)
         means |= gradient(snd.target, target_loss, pairs, args.pairs)  # one piece: `size`
         optimizer.step()
         snd.target.zero_grad()
