@@ -31,7 +31,7 @@ DIFFERENT = {
 }
 FAMILIES = {  # scripts whose text may differ from that of the scripts not listed, and why
     "evaluate": [("ppo_procgen", "impala_procgen")],  # two splits
-    "gradient": [("ppo_procgen", "impala_procgen"), ("appo_atari",)],  # all rows count; never without rows
+    "gradient": [("ppo_procgen", "impala_procgen"), ("appo_atari",)],  # all rows count; none without a weight
     # PPO stores logits, for the exact KL; actors have their own noise, IMPALA's no values
     "act": [("ppo_procgen",), ("appo_atari",), ("impala_procgen",)],
     "gae": [("ppo_procgen",)],  # every end counts as a termination
