@@ -349,7 +349,10 @@ def epsilon_table(rows: list[Row]) -> list[str]:
     means = found.groupby(["who", "game", "run"])["normalized"].mean()
     texts = means.map("{:.3f}".format).groupby(["who", "game"]).agg(", ".join).unstack("who", fill_value="")
     texts = texts.reindex(columns=["OpenAI", *groups], fill_value="")
-    lines = [[game, *cells] for game, *cells in texts[texts["ppo_procgen"] != ""].itertuples()]
+    texts = texts[texts["ppo_procgen"] != ""]
+    averages = means.groupby(["who", "game"]).mean().unstack("who").reindex(texts.index, columns=texts.columns).mean()
+    lines = [[game, *cells] for game, *cells in texts.itertuples()]
+    lines.append(["mean of the games", *averages.map("{:.3f}".format).replace("nan", "")])
     return markdown("game | OpenAI's runs | seed 1 | other seeds | other seeds, TensorFlow's epsilon", lines)
 
 
