@@ -374,7 +374,7 @@ class Group:
         self.obs = torch.tensor(obs, pin_memory=on_gpu)
         self.done = np.zeros(envs.num_envs, bool)  # of the last step
         self.generator = torch.Generator(device).manual_seed(seed)  # of its actions
-        self.noise = torch.empty(envs.num_envs, envs.single_action_space.n, device=device)
+        self.noise = torch.ones(envs.num_envs, envs.single_action_space.n, device=device)
         # A daemon: a step that hangs lets Python exit
         self.thread = ThreadPool(1, torch.cuda.set_device if on_gpu else None, (device,))
 
@@ -389,9 +389,6 @@ class Actors:
         self.lock = threading.Lock()  # held while the agent acts or gets new weights
         self.stopped = False
         self.published = torch.cuda.Event() if groups[0].noise.is_cuda else None
-        # Before anyone plays: with --compile the first call compiles, the next records a CUDA graph
-        for group in 2 * groups:
-            group.thread.apply(policy, (self.agent, group.obs.to(group.noise.device), group.noise))
 
     def publish(self, agent):
         """Actors use these weights from their next step on."""
@@ -406,9 +403,12 @@ class Actors:
     def datasets(self, T: int, size: int, ahead: int, num_rollouts: int):
         """Yield datasets of `size` rollouts; the next `ahead` ones may be played meanwhile.
 
-        Rollouts are queued in next() only. So nobody plays while the learner learns if ahead = 0,
-        or from the first two datasets: it may compile, and record CUDA graphs.
+        Not while the learner learns from the first two: it may compile, and record CUDA graphs.
         """
+        # Before anyone plays: with --compile the first call compiles, the next records a CUDA graph
+        for group in 2 * self.groups:
+            obs = group.obs.to(group.noise.device)
+            group.thread.apply(self.policy, (self.agent, obs, group.noise))
         groups = itertools.cycle(self.groups)
         rollouts = []  # queued, playing or finished
         for number, not_yielded in enumerate(range(num_rollouts, 0, -size)):

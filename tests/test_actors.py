@@ -78,8 +78,8 @@ def test_nobody_plays_while_the_first_datasets_are_learned(script, monkeypatch):
 
 
 @both
-def test_each_thread_acts_twice_before_anyone_plays(script):
-    """One at a time, from tensors as in a rollout, so that its CUDA graph is compiled and recorded by then."""
+def test_each_thread_acts_twice_before_anyone_plays(script, monkeypatch):
+    """One at a time, from tensors as in a rollout: the policy's CUDA graph is recorded by then."""
     calls, layouts = [], set()
 
     def policy(agent, obs, noise):
@@ -93,7 +93,10 @@ def test_each_thread_acts_twice_before_anyone_plays(script):
     busy = threading.Lock()
     groups = [script.fake(2), script.fake(2, seed=1)]
     actors = actors_of(script, policy, *groups)[0]
-    assert len(calls) == 4 and len(set(calls)) == 2 and not sum(len(envs.actions) for envs in groups)
+    monkeypatch.setattr(script.module, "play_rollout", lambda *_: calls.append("rollout"))
+    next(actors.datasets(2, 1, 0, 1))
+    assert len(calls) == 5 and len(set(calls[:4])) == 2 and calls[4] == "rollout"
+    monkeypatch.undo()
     script.module.play_rollout(actors.groups[0], actors, 2)
     assert len(layouts) == 1
 

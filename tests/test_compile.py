@@ -113,7 +113,7 @@ class Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("script", KINDS, indirect=True)
 def test_few_operations_are_left(script, monkeypatch):
-    """They are launched one by one, for which a GPU waits: at most 12 per acting step and 30 per SGD step."""
+    """They are launched one by one, for which a GPU waits: at most 12 per acting step, 30 per network and SGD step."""
     count, envs, acting, learning, updates = Count(monkeypatch), script.fake(), [], [], []
     options = dict(minibatch_size=64, update_epochs=4, micro_batch=64)
     if script.name == "ppo_procgen":

@@ -15,7 +15,7 @@ SIZES = {  # lines and kilobytes: none may grow; "minimal" is the first word tha
     "impala_procgen": (885, 42.7),
     "ppo_atari_rnd": (894, 44.0),
     "ppo_atari_snd": (925, 45.2),
-    "appo_atari": (925, 45.3),
+    "appo_atari": (925, 45.2),
 }
 PLUMBING_LINES, LEARN_LINES = 220, 30
 SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}

@@ -61,7 +61,7 @@ class Agent(script.Agent):
 
     @torch.compiler.disable
     def keep(self, value):
-        self.third.append(value)
+        self.third.append(value.clone())  # the next CUDA graph overwrites it
 
 
 class Networks(nn.Module):
