@@ -465,7 +465,7 @@ def mean_of(updates: list[dict]) -> dict:
 
 
 def learn(agent, snd, optimizer, batch: dict, ent_coef, args: Args) -> dict:
-    """Train policy, predictor and target, one SGD step per minibatch -> means over all minibatches.
+    """Train policy, predictor and target, a step each per minibatch -> means over all minibatches.
 
     batch: columns of T * N rows: obs, valid, action, logp, value, advantage, target.
     """
