@@ -338,13 +338,15 @@ def sixteen_table(rows: list[Row]) -> list[str]:
     return markdown("normalized return of all games | ours | OpenAI's PPO | p", lines)
 
 
+def other_seeds(script: str, rows: list[Row]) -> list[Row]:
+    """The runs of 0.66M steps in OpenAI's setting by ppo_procgen or procgen_tf_adam."""
+    return [row for row in rows if row.job.suite == "adam_eps" and row.job.script == script]
+
+
 def epsilon_table(rows: list[Row]) -> list[str]:
     """Normalized return of updates 11 to 40 in OpenAI's setting: other seeds, and Adam's epsilon as in TensorFlow."""
-    more = [row for row in rows if row.job.suite == "adam_eps"]
     groups = dict(ours=openai_rows(rows))
-    groups |= {
-        script: [row for row in more if row.job.script == script] for script in ("ppo_procgen", "procgen_tf_adam")
-    }
+    groups |= {script: other_seeds(script, rows) for script in ("ppo_procgen", "procgen_tf_adam")}
     found = sixteen(groups).query("170_000 < step < 660_000")
     means = found.groupby(["who", "game", "run"])["normalized"].mean()
     texts = means.map("{:.3f}".format).groupby(["who", "game"]).agg(", ".join).unstack("who", fill_value="")
@@ -430,10 +432,10 @@ def draw_sixteen(rows: list[Row]):
     """All Procgen games in OpenAI's setting, our runs and OpenAI's three, and the interquartile mean of all."""
     figure = pyplot.figure(figsize=(8.4, 9), layout="constrained")
     panels = figure.subplot_mosaic([*np.arange(16).reshape(4, 4).tolist(), ["all"] * 4], sharex=True)
-    found = sixteen(dict(ours=openai_rows(rows)))
+    found = sixteen(dict(ours=openai_rows(rows), shorter=other_seeds("ppo_procgen", rows)))
     for panel, (game, part) in zip(panels.values(), found.groupby("game"), strict=False):
         for (who, _), run in part.groupby(["who", "run"]):
-            color, width = ("C0", 1.2) if who == "ours" else ("0.6", 0.8)
+            color, width = ("0.6", 0.8) if who == "OpenAI" else ("C0", 1.2)
             panel.plot(run["step"] / 1e6, run["score"], color, linewidth=width)
         panel.axhline(part["R_min"].iloc[0], color="grey", linestyle=":", linewidth=1)
         panel.set_title(game, fontsize=10)
