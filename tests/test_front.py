@@ -78,7 +78,8 @@ def test_lengths_of_the_scripts():
     [
         ("`ppo_procgen.py --preset openai` | starpilot", "two_cores/ppo_procgen-openai/starpilot"),
         ("`ppo_procgen.py --preset openai` | fruitbot", "two_cores/ppo_procgen-openai/fruitbot"),
-        ("`ppo_procgen.py` | bigfish", "two_cores/ppo_procgen-narrow-8m/bigfish"),
+        ("`ppo_procgen.py --precision bf16`", "default_1m/ppo_procgen-default-1m-bf16/starpilot"),
+        ("`ppo_procgen.py --channels 16 32 32`", "two_cores/ppo_procgen-narrow-8m/bigfish"),
         ("`impala_procgen.py`", "two_cores/impala_procgen-narrow-sync/starpilot"),
         ("`ppo_atari_rnd.py` | Montezuma", "rnd_control/ppo_atari_rnd-published/MontezumaRevenge"),
         ("`ppo_atari_rnd.py` | Breakout", "two_cores/ppo_atari_rnd-no-reward/Breakout"),
@@ -151,7 +152,8 @@ def test_published_scores():
     for start, game, step in (
         ("`ppo_procgen.py --preset openai` | starpilot", "starpilot", 999_424),
         ("`ppo_procgen.py --preset openai` | fruitbot", "fruitbot", 999_424),
-        ("`ppo_procgen.py` | bigfish", "bigfish", 7_995_392),
+        ("`ppo_procgen.py --precision bf16`", "starpilot", 999_424),
+        ("`ppo_procgen.py --channels 16 32 32`", "bigfish", 7_995_392),
         ("`impala_procgen.py`", "starpilot", 1_998_848),
     ):
         near = rows[(rows["env"] == game) & (abs(rows["step"] - step) < 0.01 * step)].iloc[0]
