@@ -80,7 +80,7 @@ def test_lengths_of_the_scripts():
         ("`ppo_procgen.py --preset openai` | fruitbot", "two_cores/ppo_procgen-openai/fruitbot"),
         ("`ppo_procgen.py --precision bf16`", "default_1m/ppo_procgen-default-1m-bf16/starpilot"),
         ("`ppo_procgen.py --channels 16 32 32`", "two_cores/ppo_procgen-narrow-8m/bigfish"),
-        ("`impala_procgen.py`", "two_cores/impala_procgen-narrow-sync/starpilot"),
+        ("`impala_procgen.py --channels 16 32 32`", "two_cores/impala_procgen-narrow-sync/starpilot"),
         ("`ppo_atari_rnd.py` | Montezuma", "rnd_control/ppo_atari_rnd-published/MontezumaRevenge"),
         ("`ppo_atari_rnd.py` | Breakout", "two_cores/ppo_atari_rnd-no-reward/Breakout"),
         ("`ppo_atari_snd.py`", "two_cores/ppo_atari_snd-no-reward-bf16/Breakout"),
@@ -154,7 +154,7 @@ def test_published_scores():
         ("`ppo_procgen.py --preset openai` | fruitbot", "fruitbot", 999_424),
         ("`ppo_procgen.py --precision bf16`", "starpilot", 999_424),
         ("`ppo_procgen.py --channels 16 32 32`", "bigfish", 7_995_392),
-        ("`impala_procgen.py`", "starpilot", 1_998_848),
+        ("`impala_procgen.py --channels 16 32 32`", "starpilot", 1_998_848),
     ):
         near = rows[(rows["env"] == game) & (abs(rows["step"] - step) < 0.01 * step)].iloc[0]
         shown = [float(x) for x in re.findall(r"[\d.]+", cells(README, start)[4])[:2]]
