@@ -352,9 +352,12 @@ def epsilon_table(rows: list[Row]) -> list[str]:
     texts = means.map("{:.3f}".format).groupby(["who", "game"]).agg(", ".join).unstack("who", fill_value="")
     texts = texts.reindex(columns=["OpenAI", *groups], fill_value="")
     texts = texts[texts["ppo_procgen"] != ""]
-    averages = means.groupby(["who", "game"]).mean().unstack("who").reindex(texts.index, columns=texts.columns).mean()
+    scores = means.groupby(["who", "game"]).mean().unstack("who").reindex(texts.index, columns=texts.columns)
     lines = [[game, *cells] for game, *cells in texts.itertuples()]
-    lines.append(["mean of the games", *averages.map("{:.3f}".format).replace("nan", "")])
+    with_epsilon = scores.dropna()
+    for title, part in (("all", scores), (", ".join(with_epsilon.index), with_epsilon)):
+        averages = part.mean(skipna=False).map("{:.3f}".format).replace("nan", "")
+        lines.append([f"mean of {title}", *averages])
     return markdown("game | OpenAI's runs | seed 1 | other seeds | other seeds, TensorFlow's epsilon", lines)
 
 
@@ -465,7 +468,8 @@ def draw_script(script: str, rows: list[Row]):
     """A panel per game that is not only in procgen16.svg, a color per setting, a line per seed, published points."""
     games, colors = {}, {}
     for row in of_script(script, rows):
-        games.setdefault(row.job.game, []).append(row)
+        if row.job.suite != "adam_eps":  # in procgen16.svg
+            games.setdefault(row.job.game, []).append(row)
     games = {game: group for game, group in games.items() if {row.job.suite for row in group} != {"procgen16_1m"}}
     columns = min(len(games), 3)
     lines = -(-len(games) // columns)
@@ -474,7 +478,8 @@ def draw_script(script: str, rows: list[Row]):
     for panel, (game, group) in zip(axes.flat, games.items(), strict=False):
         for row in group:
             label = setting(row, script)
-            color = colors.setdefault(label, f"C{len(colors)}")
+            flags = re.sub(r"-\d+[mk]", "", label)  # without the number of steps
+            color = colors.setdefault(flags, f"C{len(colors)}")
             for curve in map(episodes, row.curves.values()):
                 if len(curve):
                     means = smooth(curve)

@@ -95,16 +95,19 @@ def test_sixteen_games(tmp_path):
 
 
 def test_other_seeds_and_epsilon(tmp_path):
-    """Normalized returns of updates 11 to 40 alone; a game without runs yet has an empty cell."""
+    """Normalized returns of updates 11 to 40 alone; a mean is of the same games in all columns, or it is left out."""
     curve = ((163_840, 9.9, 100), (180_224, 5.0, 100), (655_360, 6.0, 100), (671_744, 9.9, 100))
     write(tmp_path, "ppo_procgen-openai/jumper/seed1", 1.0, "procgen16_1m", 999_424, curve=curve)
     write(tmp_path, "ppo_procgen-openai-660k/jumper/seed11", 1.0, "adam_eps", 655_360, curve=curve[:3])
     write(tmp_path, "ppo_procgen-openai/leaper/seed1", 1.0, "procgen16_1m", 999_424, curve=curve)
     write(tmp_path, "ppo_procgen-openai-660k/leaper/seed21", 1.0, "adam_eps", 655_360, curve=curve[:3])
+    write(tmp_path, "procgen_tf_adam-openai-660k/leaper/seed21", 1.0, "adam_eps", 655_360, curve=curve[1:2])
     table = "\n".join(report.epsilon_table(report.read_rows(tmp_path)))
-    assert rows(table, "jumper")[0][2:] == [f"{(5.5 - 1) / 9:.3f}", f"{(5.5 - 1) / 9:.3f}", ""]
-    leaper = (5.5 - 1.5) / 8.5
-    assert rows(table, "mean of the games")[0][2:] == [*2 * [f"{((5.5 - 1) / 9 + leaper) / 2:.3f}"], ""]
+    jumper, leaper, epsilon = (5.5 - 1) / 9, (5.5 - 1.5) / 8.5, f"{(5 - 1.5) / 8.5:.3f}"
+    assert rows(table, "jumper")[0][2:] == [*2 * [f"{jumper:.3f}"], ""]
+    assert rows(table, "leaper")[0][2:] == [*2 * [f"{leaper:.3f}"], epsilon]
+    assert rows(table, "mean of all")[0][2:] == [*2 * [f"{(jumper + leaper) / 2:.3f}"], ""]
+    assert rows(table, "mean of leaper")[0][2:] == [*2 * [f"{leaper:.3f}"], epsilon]
 
 
 def test_interquartile_mean_and_its_interval():
