@@ -106,7 +106,7 @@ def test_other_seeds_and_epsilon(tmp_path):
     jumper, leaper, epsilon = (5.5 - 1) / 9, (5.5 - 1.5) / 8.5, f"{(5 - 1.5) / 8.5:.3f}"
     assert rows(table, "jumper")[0][2:] == [*2 * [f"{jumper:.3f}"], ""]
     assert rows(table, "leaper")[0][2:] == [*2 * [f"{leaper:.3f}"], epsilon]
-    assert rows(table, "mean of all")[0][2:] == [*2 * [f"{(jumper + leaper) / 2:.3f}"], ""]
+    assert rows(table, "mean of all games")[0][2:] == [*2 * [f"{(jumper + leaper) / 2:.3f}"], ""]
     assert rows(table, "mean of leaper")[0][2:] == [*2 * [f"{leaper:.3f}"], epsilon]
 
 
