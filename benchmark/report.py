@@ -355,7 +355,7 @@ def epsilon_table(rows: list[Row]) -> list[str]:
     scores = means.groupby(["who", "game"]).mean().unstack("who").reindex(texts.index, columns=texts.columns)
     lines = [[game, *cells] for game, *cells in texts.itertuples()]
     with_epsilon = scores.dropna()
-    for title, part in (("all games", scores), (", ".join(with_epsilon.index), with_epsilon)):
+    for title, part in ((f"{len(scores)} games", scores), (", ".join(with_epsilon.index), with_epsilon)):
         averages = part.mean(skipna=False).map("{:.3f}".format).replace("nan", "")
         lines.append([f"mean of {title}", *averages])
     return markdown("game | OpenAI's runs | seed 1 | other seeds | other seeds, TensorFlow's epsilon", lines)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import pytest
 import report
 import run
 import scipy.stats
+from matplotlib.colors import to_hex
 
 from conftest import ROOT
 
@@ -106,7 +108,7 @@ def test_other_seeds_and_epsilon(tmp_path):
     jumper, leaper, epsilon = (5.5 - 1) / 9, (5.5 - 1.5) / 8.5, f"{(5 - 1.5) / 8.5:.3f}"
     assert rows(table, "jumper")[0][2:] == [*2 * [f"{jumper:.3f}"], ""]
     assert rows(table, "leaper")[0][2:] == [*2 * [f"{leaper:.3f}"], epsilon]
-    assert rows(table, "mean of all games")[0][2:] == [*2 * [f"{(jumper + leaper) / 2:.3f}"], ""]
+    assert rows(table, "mean of 2 games")[0][2:] == [*2 * [f"{(jumper + leaper) / 2:.3f}"], ""]
     assert rows(table, "mean of leaper")[0][2:] == [*2 * [f"{leaper:.3f}"], epsilon]
 
 
@@ -131,6 +133,15 @@ def test_pictures(tmp_path):
     files = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert files.keys() == {f"{name}.svg" for name in (*report.SCRIPTS, "procgen16")}
     assert not any("date>" in text for text in files.values())
+
+
+def test_every_setting_has_its_own_color():
+    """In all panels of ppo_procgen.svg; settings that differ in the number of steps share one of the ten colors."""
+    panels = report.draw_script("ppo_procgen", report.read_rows(report.RESULTS)).axes
+    curves = [curve for panel in panels for curve in panel.lines if curve.get_linestyle() == "-"]
+    labels = {curve.get_label(): to_hex(curve.get_color()) for curve in curves if curve.get_label()[0] != "_"}
+    colors = {(re.sub(r"-\d+[mk]", "", label), color) for label, color in labels.items()}
+    assert len(labels) > len(colors) == len({color for _, color in colors}) == len({flags for flags, _ in colors})
 
 
 def test_export_can_be_loaded_in_one_line(tmp_path):
